@@ -1,0 +1,88 @@
+"""Grouped-query attention with q/k norms, optionally gated: the target's and, ungated, the drafter's."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.layers import Linear, RMSNorm, apply_rope
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.tree_attention import tree_attention
+
+
+class Attention(nnx.Module):
+    """One attention mixer; parameter names are Hugging Face's `self_attn.*`.
+
+    With `gated`, q_proj's rows are interleaved per head, [query | gate], and the output is multiplied by
+    sigmoid(gate) before o_proj (Qwen3.5; always a sigmoid).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        eps: float,
+        gated: bool,
+        zero_centered: bool,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        out_std: float = 0.02,
+    ):
+        self.heads, self.kv_heads, self.head_dim, self.gated = heads, kv_heads, head_dim, gated
+        self.q_proj = Linear(hidden, heads * head_dim * (2 if gated else 1), dtype=dtype, rngs=rngs)
+        self.k_proj = Linear(hidden, kv_heads * head_dim, dtype=dtype, rngs=rngs)
+        self.v_proj = Linear(hidden, kv_heads * head_dim, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(heads * head_dim, hidden, dtype=dtype, rngs=rngs, std=out_std)
+        self.q_norm = RMSNorm(head_dim, eps=eps, zero_centered=zero_centered, dtype=dtype)
+        self.k_norm = RMSNorm(head_dim, eps=eps, zero_centered=zero_centered, dtype=dtype)
+
+    def project_q(
+        self, x: Float[Array, "B N D"], cos: Float[Array, "B N h"], sin: Float[Array, "B N h"]
+    ) -> tuple[Float[Array, "B N H d"], Float[Array, "B N H d"] | None]:
+        """Normed and rotated queries, and the output gate's logits where there is one."""
+        q = self.q_proj(x).reshape(*x.shape[:2], self.heads, -1)
+        q, gate = (q[..., : self.head_dim], q[..., self.head_dim :]) if self.gated else (q, None)
+        return apply_rope(self.q_norm(q), cos, sin), gate
+
+    def project_kv(
+        self, x: Float[Array, "B N D"], cos: Float[Array, "B N h"], sin: Float[Array, "B N h"]
+    ) -> Float[Array, "B N 2 K d"]:
+        """Normed and rotated keys (index 0) beside plain values (index 1), as the pages hold them."""
+        shape = (*x.shape[:2], self.kv_heads, self.head_dim)
+        k = apply_rope(self.k_norm(self.k_proj(x).reshape(shape)), cos, sin)
+        return jnp.stack([k, self.v_proj(x).reshape(shape)], axis=2)
+
+    def output(
+        self, attended: Float[Array, "B N H d"], gate: Float[Array, "B N H d"] | None
+    ) -> Float[Array, "B N D"]:
+        """Gates the heads and projects them back."""
+        if gate is not None:
+            attended = attended * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(attended.dtype)
+        return self.o_proj(attended.reshape(*attended.shape[:2], -1))
+
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        cos: Float[Array, "B N h"],
+        sin: Float[Array, "B N h"],
+        mask: Bool[Array, "B N N"] | None,
+        pages: Float[Array, "L P S 2 K d"] | None,
+        layer: int,
+        block_tables: Int[Array, "B T"] | None,
+        lengths: Int[Array, " B"] | None,
+        *,
+        window: int | None = None,
+        positions: Int[Array, "B N"] | None = None,
+        implementation: Implementation = "auto",
+    ) -> tuple[Float[Array, "B N D"], Float[Array, "B N 2 K d"]]:
+        """Attends over the paged context and the rows; returns the mixed rows and their own keys and values."""
+        q, gate = self.project_q(x, cos, sin)
+        kv = self.project_kv(x, cos, sin)
+        out = tree_attention(
+            q, kv, mask, pages, layer, block_tables, lengths,
+            scale=self.head_dim**-0.5, window=window, positions=positions, implementation=implementation,
+        )
+        return self.output(out, gate), kv

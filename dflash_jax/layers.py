@@ -1,0 +1,138 @@
+"""Norms, rotary embedding, linear maps, SwiGLU, embedding and head.
+
+Weights keep the layout of the checkpoints, [out, in], so that loading is a copy. Norms, rotary angles and softmax are
+fp32; products take the weights' dtype and accumulate in fp32.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import RopeConfig
+
+# fp32 is asked for to get fp32: without this a GPU would silently round fp32 operands to TF32.
+FP32 = jax.lax.Precision.HIGHEST
+
+
+def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """Precision of a product whose operands have `dtype`: exact for fp32, the hardware's own otherwise."""
+    return FP32 if dtype == jnp.float32 else None
+
+
+class Linear(nnx.Module):
+    """y = x Wᵀ, no bias. `weight` is [out, in]."""
+
+    def __init__(self, in_features: int, out_features: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, std: float = 0.02):
+        values = std * jax.random.normal(rngs.params(), (out_features, in_features), jnp.float32)
+        self.weight = nnx.Param(values.astype(dtype))
+
+    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        weight = self.weight[...]
+        dims = (((x.ndim - 1,), (1,)), ((), ()))
+        out = jax.lax.dot_general(
+            x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=jnp.float32
+        )
+        return out.astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x), scaled by `weight` or, zero-centred, by 1 + `weight`; in fp32, cast back at the end."""
+
+    def __init__(self, features: int, *, eps: float, zero_centered: bool, dtype: jnp.dtype):
+        self.weight = nnx.Param((jnp.zeros if zero_centered else jnp.ones)((features,), dtype))
+        self.eps = eps
+        self.zero_centered = zero_centered
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        weight = self.weight[...].astype(jnp.float32)
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        if self.zero_centered:
+            return (y * (1.0 + weight)).astype(x.dtype)
+        # The dense models round to the activations' dtype before scaling (Hugging Face Qwen3RMSNorm).
+        return (y.astype(x.dtype) * weight.astype(x.dtype)).astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """W_down (silu(W_gate x) · W_up x)."""
+
+    def __init__(self, hidden: int, intermediate: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, down_std: float = 0.02):
+        self.gate_proj = Linear(hidden, intermediate, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(hidden, intermediate, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(intermediate, hidden, dtype=dtype, rngs=rngs, std=down_std)
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Embedding(nnx.Module):
+    """Token table [V, D]; also the head where embeddings are tied."""
+
+    def __init__(self, vocab_size: int, hidden: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        values = 0.02 * jax.random.normal(rngs.params(), (vocab_size, hidden), jnp.float32)
+        self.weight = nnx.Param(values.astype(dtype))
+
+    def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
+        return self.weight[...].at[tokens].get(mode="clip")
+
+
+def head_logits(weight: Float[Array, "V D"], hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    """fp32 logits of (already normalised) hidden states."""
+    dims = (((hidden.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(
+        hidden, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def rope_frequencies(config: RopeConfig) -> tuple[Float[Array, " half"], float]:
+    """Inverse frequencies (radians a position) and the factor on cos and sin (1 unless YaRN sets it).
+
+    YaRN: arXiv 2309.00071, section 3.3: low frequencies are interpolated by `factor`, high ones kept, with a linear
+    ramp between the dims that turn `beta_slow` and `beta_fast` times within the original context.
+    """
+    half = config.rotary_dim // 2
+    exponent = jnp.arange(half, dtype=jnp.float32) * 2.0 / config.rotary_dim
+    inverse = 1.0 / (config.theta**exponent)
+    yarn = config.yarn
+    if yarn is None:
+        return inverse, 1.0
+
+    def dim_of_turns(turns: float) -> float:
+        length = yarn.original_max_position_embeddings
+        return config.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dim_of_turns(yarn.beta_fast), dim_of_turns(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.rotary_dim - 1)
+    ramp = (jnp.arange(half, dtype=jnp.float32) - low) / max(high - low, 0.001)
+    keep = 1.0 - jnp.clip(ramp, 0.0, 1.0)
+    scale = yarn.attention_factor
+    if scale is None:
+        scale = 0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1.0 else 1.0
+    return inverse / yarn.factor * (1.0 - keep) + inverse * keep, float(scale)
+
+
+def rope_tables(
+    config: RopeConfig, positions: Int[Array, "B N"]
+) -> tuple[Float[Array, "B N half"], Float[Array, "B N half"]]:
+    """cos and sin (fp32) of the rotary angles at absolute token positions."""
+    inverse, scale = rope_frequencies(config)
+    angles = positions[..., None].astype(jnp.float32) * inverse
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def apply_rope(
+    x: Float[Array, "B N H d"], cos: Float[Array, "B N half"], sin: Float[Array, "B N half"]
+) -> Float[Array, "B N H d"]:
+    """Rotates the leading 2·half dims of every head (pairs i and i + half); the rest passes through."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)
