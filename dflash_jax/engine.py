@@ -1,0 +1,353 @@
+"""The engine: slots, prefill, decoding in bursts, streaming and stop rules. The public class of the library."""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.acceptance import greedy
+from dflash_jax.cache import init_cache
+from dflash_jax.config import DrafterConfig
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import UserError
+from dflash_jax.pages import PagePool
+from dflash_jax.programs import Programs
+from dflash_jax.request import Chunk, Completion, SamplingParams
+from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
+from dflash_jax.stopping import StopChecker, StopUpdate
+from dflash_jax.target import Target
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tree import SpineFirst, TreePolicy
+from pallas_kernels.dispatch import Implementation
+
+Prompt = str | Sequence[int]
+
+# Context capacity doubles from here, so that requests of similar length share their compiled programs.
+SMALLEST_CONTEXT = 512
+# Tokens a slot that one burst of rounds can hand to the host.
+BURST_TOKENS = 256
+
+
+@dataclasses.dataclass
+class _Running:
+    """A request in a slot (or waiting for one)."""
+
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    checker: StopChecker
+    limit: int
+    pages: list[int] = dataclasses.field(default_factory=list)
+    histogram: np.ndarray | None = None
+    admitted: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+class Engine:
+    """Decodes prompts with one target and, optionally, one drafter.
+
+    Build it with `dflash_jax.load`.
+
+    Attributes:
+      target, drafter: the models.
+      tokenizer: of the target's folder.
+      max_model_len: longest prompt + generated text, in tokens.
+      policy: the tree policy of method "ddtree"; assign another one to try it.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int | None = None,
+        max_slots: int = 8,
+        page_size: int = 64,
+        prefill_chunk: int | None = None,
+        implementation: Implementation = "auto",
+        names: tuple[str, str | None] = ("target", None),
+    ):
+        limit = target.config.max_position_embeddings
+        self.max_model_len = limit if max_model_len is None else max_model_len
+        if not 1 <= self.max_model_len <= limit:
+            raise UserError(f"--max-model-len must be 1 to {limit} (the model's own limit), found {max_model_len}")
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.max_slots, self.page_size = max_slots, page_size
+        self.device = jax.devices()[0]
+        on_cpu = self.device.platform == "cpu"
+        self.prefill_chunk = prefill_chunk or (128 if on_cpu else 512)
+        self.default_budget = 31 if on_cpu else 63
+        self.implementation: Implementation = implementation
+        self.names = names
+        self.policy: TreePolicy = SpineFirst()
+        self.programs = Programs(target, drafter)
+        self._states: dict[tuple[int, int, bool], DecodeState] = {}
+
+    # ---------------------------------------------------------------- requests
+
+    def method_of(self, params: SamplingParams) -> str:
+        """The method that a request will use ("auto" resolved), or `UserError` where it cannot be served."""
+        if params.method == "auto":
+            return "ar" if self.drafter is None else "ddtree"
+        if params.method == "mtp":
+            raise UserError("--method mtp is not available in this version; use ar, dflash or ddtree")
+        if params.method != "ar" and self.drafter is None:
+            raise UserError(f"--method {params.method} needs a drafter; give one with --draft-model")
+        return params.method
+
+    def spec_of(self, params: SamplingParams, capacity: int) -> RoundSpec:
+        """The round that a request needs."""
+        method = self.method_of(params)
+        pages = capacity // self.page_size
+        if method == "ar":
+            return RoundSpec(0, context_pages=pages, implementation=self.implementation)
+        assert self.drafter is not None
+        own = self.drafter.config.block_size
+        block = params.block_size or own
+        if block > own:
+            raise UserError(f"--block-size must be at most the drafter's {own}, found {block}")
+        if method == "dflash":
+            budget, policy = block - 1, SpineFirst()
+        else:
+            budget = self.default_budget if params.tree_budget == "auto" else params.tree_budget
+            policy = self.policy
+        return RoundSpec(budget, block, policy, greedy, pages, self.implementation)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: text as it is, or ids."""
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = [int(i) for i in prompt]
+        vocab = self.target.config.vocab_size
+        if not ids:
+            raise UserError("--prompt is empty; give at least one token")
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise UserError(f"--prompt has a token id outside the vocabulary of {vocab}")
+        if len(ids) >= self.max_model_len:
+            raise UserError(
+                f"--prompt has {len(ids)} tokens, with one to generate more than --max-model-len {self.max_model_len}"
+            )
+        return ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, rendered by the model's chat template up to the assistant's turn."""
+        text = self.tokenizer.apply_chat_template(messages, enable_thinking=enable_thinking)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> _Running:
+        ids = self.encode(prompt)
+        limit = min(params.max_new_tokens, self.max_model_len - len(ids))
+        eos = () if params.ignore_eos else self.target.config.eos_token_ids
+        checker = StopChecker(self.tokenizer, max_new_tokens=limit, stop_strings=params.stop, eos_ids=eos)
+        return _Running(index, ids, params, checker, limit)
+
+    # ---------------------------------------------------------------- public
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Decodes all prompts, up to `max_slots` at a time, and returns their completions in order.
+
+        Args:
+          prompts: texts or lists of token ids (of a conversation: `encode_chat`).
+          params: one for all, or one a prompt.
+
+        Raises:
+          UserError: a prompt or parameter that cannot be served; nothing has been decoded then.
+        """
+        done: dict[int, Completion] = {}
+        for index, chunk in self._run(prompts, params, burst=None):
+            if chunk.completion is not None:
+                done[index] = chunk.completion
+        return [done[i] for i in range(len(prompts))]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Yields text as rounds finish; the last chunk carries the completion."""
+        for _, chunk in self._run([prompt], params, burst=1):
+            yield chunk
+
+    # ---------------------------------------------------------------- running
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        burst: int | None,
+    ) -> Iterator[tuple[int, Chunk]]:
+        """Checks everything first, then decodes groups of requests that share a round."""
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(params)} parameter sets")
+        requests = [self._request(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+        longest = max((len(r.prompt) + r.limit for r in requests), default=1)
+        capacity = max(SMALLEST_CONTEXT, _power_of_two(longest))
+        capacity = -(-capacity // self.page_size) * self.page_size
+        groups: dict[RoundSpec, list[_Running]] = {}
+        for request in requests:
+            groups.setdefault(self.spec_of(request.params, capacity), []).append(request)
+        for spec, group in groups.items():
+            yield from self._run_group(group, spec, capacity, burst)
+
+    def _state(self, slots: int, capacity: int, drafter: DrafterConfig | None) -> DecodeState:
+        """The decode state of this shape: fresh, or the one that the last run left (admission clears slots)."""
+        kept = self._states.pop((slots, capacity, drafter is not None), None)
+        if kept is not None:
+            return kept
+        self._states.clear()  # one set of caches at a time
+        config, dtype = self.target.config, self.target.dtype
+        per_slot = capacity // self.page_size
+        cache = init_cache(
+            config, drafter, slots=slots, pages=slots * per_slot, page_size=self.page_size, dtype=dtype
+        )
+        block = drafter.block_size if drafter is not None else 1
+        taps = None
+        if drafter is not None:
+            taps = jnp.zeros((slots, block, len(drafter.target_layer_ids) * config.hidden_size), dtype)
+
+        # One array each: donated buffers must not be shared.
+        def zeros() -> jax.Array:
+            return jnp.zeros((slots,), jnp.int32)
+
+        return DecodeState(
+            cache=cache,
+            block_tables=jnp.zeros((slots, per_slot), jnp.int32),
+            lengths=zeros(),
+            anchor=zeros(),
+            taps=taps,
+            num_taps=zeros(),
+            active=jnp.zeros((slots,), bool),
+            remaining=zeros(),
+            stop_ids=jnp.full((slots, max(len(config.eos_token_ids), 1)), -1, jnp.int32),
+            histogram=jnp.zeros((slots, block + 1), jnp.int32),
+        )
+
+    def _prefill(
+        self, state: DecodeState, slot: int, request: _Running, spec: RoundSpec
+    ) -> tuple[DecodeState, list[int]]:
+        """Admits a request to a slot and runs its prompt; returns the first token."""
+        request.admitted = time.perf_counter()
+        width = state.block_tables.shape[1]
+        # Unused entries repeat a page of the slot's own: they are never read, and never another slot's.
+        table = (request.pages + [request.pages[-1]] * width)[:width]
+        eos = () if request.params.ignore_eos else self.target.config.eos_token_ids
+        stop_ids = (*eos, *([-1] * state.stop_ids.shape[1]))[: state.stop_ids.shape[1]]
+        state = self.programs.admit(state, slot, table, request.limit, stop_ids)
+        output = None
+        for start in range(0, len(request.prompt), self.prefill_chunk):
+            piece = request.prompt[start : start + self.prefill_chunk]
+            last = start + len(piece) == len(request.prompt)
+            padded = piece + [0] * (self.prefill_chunk - len(piece))
+            result = self.programs.prefill(state, slot, padded, len(piece), last, spec)
+            assert result is not None
+            state, output = result
+        assert output is not None
+        first = [int(output.tokens[0, 0])]
+        request.first_token = time.perf_counter()
+        return state, first
+
+    def _run_group(
+        self, group: list[_Running], spec: RoundSpec, capacity: int, burst: int | None
+    ) -> Iterator[tuple[int, Chunk]]:
+        """Continuous batching over the slots, the host one burst behind the device."""
+        drafter = self.drafter.config if self.drafter is not None and spec.budget else None
+        slots = _power_of_two(min(len(group), self.max_slots))
+        compiled_before = self.programs.compile_seconds
+        state = self._state(slots, capacity, drafter)
+        pool = PagePool(slots * (capacity // self.page_size), self.page_size)
+        buffer = max(BURST_TOKENS, spec.max_emitted)
+        # A stop string is seen by the host alone, so it must look after every round.
+        if burst is None:
+            burst = 1 if any(r.params.stop for r in group) else buffer
+        self.programs.prefill(state, 0, [0] * self.prefill_chunk, 1, True, spec, compile_only=True)
+        self.programs.decode(state, burst, spec, buffer, compile_only=True)
+
+        waiting = collections.deque(group)
+        running: dict[int, _Running] = {}
+        flying: collections.deque[tuple[dict[int, _Running], RoundOutput, jax.Array]] = collections.deque()
+        while waiting or running or flying:
+            while waiting and len(running) < slots:
+                slot = next(s for s in range(slots) if s not in running)
+                request = waiting.popleft()
+                request.pages = pool.allocate(len(request.prompt) + request.limit)
+                state, first = self._prefill(state, slot, request, spec)
+                update = request.checker.push(first)
+                if update.finish_reason is None:
+                    running[slot] = request
+                else:
+                    pool.release(request.pages)
+                yield request.index, self._chunk(request, update, spec, compiled_before)
+            if running:
+                result = self.programs.decode(state, burst, spec, buffer)
+                assert result is not None
+                state, output, histogram = result
+                flying.append((dict(running), output, histogram))
+            if flying and (len(flying) > 1 or not running):
+                owners, output, histogram = flying.popleft()
+                tokens, counts, histogram = jax.device_get((output.tokens, output.count, histogram))
+                ended = np.zeros((slots,), bool)
+                for slot, request in owners.items():
+                    if running.get(slot) is not request:
+                        continue  # ended in an earlier burst; these are its surplus rounds
+                    update = request.checker.push(tokens[slot, : counts[slot]].tolist())
+                    request.histogram = histogram[slot]
+                    if update.finish_reason is not None:
+                        ended[slot] = True
+                        del running[slot]
+                        pool.release(request.pages)
+                    if update.token_ids or update.finish_reason is not None:
+                        yield request.index, self._chunk(request, update, spec, compiled_before)
+                if ended.any():
+                    state = self.programs.release(state, ended)
+        self._states[(slots, capacity, drafter is not None)] = state
+
+    def _chunk(self, request: _Running, update: StopUpdate, spec: RoundSpec, compiled_before: float) -> Chunk:
+        if update.finish_reason is None:
+            return Chunk(update.text, update.token_ids)
+        request.finished = time.perf_counter()
+        return Chunk(update.text, update.token_ids, self._completion(request, spec, compiled_before))
+
+    def _completion(self, request: _Running, spec: RoundSpec, compiled_before: float) -> Completion:
+        checker = request.checker
+        ids = checker.token_ids
+        histogram = request.histogram if request.histogram is not None else np.zeros((1,), int)
+        rounds = int(histogram.sum())
+        emitted = int((histogram * np.arange(len(histogram))).sum())
+        seconds = request.finished - request.first_token
+        assert checker.finish_reason is not None
+        return Completion(
+            text=checker.text,
+            token_ids=ids,
+            finish_reason=checker.finish_reason,
+            stop=checker.stop,
+            prompt_tokens=len(request.prompt),
+            completion_tokens=len(ids),
+            method=self.method_of(request.params),
+            rounds=rounds,
+            mean_accepted_length=emitted / rounds if rounds else 0.0,
+            accepted_length_histogram=[int(n) for n in histogram],
+            tree_budget=spec.budget,
+            prefill_seconds=request.first_token - request.admitted,
+            decode_seconds=seconds,
+            compile_seconds=self.programs.compile_seconds - compiled_before,
+            tokens_per_second=(len(ids) - 1) / seconds if len(ids) > 1 and seconds > 0 else 0.0,
+            device=self.device.device_kind,
+            dtype=str(jnp.dtype(self.target.dtype)),
+            model=self.names[0],
+            draft_model=self.names[1] if spec.budget else None,
+            seed=request.params.seed,
+        )

@@ -1,0 +1,291 @@
+"""One speculative round, draft → tree → verify → walk → commit, as a pure function of (models, state).
+
+Everything stays on the device. A chain is the tree whose every node has one child, and autoregressive decoding is the
+tree of one row; there is no other path. `decode` repeats the round in a `lax.while_loop`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.acceptance import AcceptanceRule, greedy
+from dflash_jax.cache import Cache, Context, commit, commit_causal, write_pages
+from dflash_jax.drafter import Drafter
+from dflash_jax.target import Rows, Target, TargetOutput
+from dflash_jax.tree import SpineFirst, Tree, TreePolicy, Walk, ancestor_index, build_tree, root_only_tree, walk
+from pallas_kernels.dispatch import Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundSpec:
+    """The static side of a round: everything that needs another compiled program when it changes.
+
+    Attributes:
+      budget: tree nodes besides the anchor; 0 is autoregressive and needs no drafter.
+      block_size: rows of the drafter's block, anchor included; the tree is at most block_size - 1 deep.
+      policy: which prefixes the tree keeps.
+      rule: how the target chooses a token from its logits.
+      context_pages: entries of the block tables that are read, a bound on the context of the XLA kernels.
+      implementation: kernel choice.
+    """
+
+    budget: int
+    block_size: int = 1
+    policy: TreePolicy = SpineFirst()
+    rule: AcceptanceRule = greedy
+    context_pages: int | None = None
+    implementation: Implementation = "auto"
+
+    @property
+    def max_emitted(self) -> int:
+        """Most tokens that one round can emit for a slot."""
+        return self.block_size if self.budget else 1
+
+
+@struct.dataclass
+class DecodeState:
+    """All that decoding keeps on the device, for every slot. Donated from round to round.
+
+    Attributes:
+      cache: pages and states; hold exactly the tokens before the anchor.
+      block_tables: page numbers of each slot in token order.
+      lengths: tokens in the caches; the anchor's position.
+      anchor: the newest emitted token, not yet in the target's caches.
+      taps: target features of the rows accepted last round, the drafter's next context; None without a drafter.
+      num_taps: how many of them, at positions lengths - num_taps … lengths - 1.
+      active: slots that decode.
+      remaining: tokens that the slot may still emit.
+      stop_ids: tokens that end the slot's sequence, -1 where unused.
+      histogram: rounds of the slot by tokens emitted.
+    """
+
+    cache: Cache
+    block_tables: Int[Array, "B T"]
+    lengths: Int[Array, " B"]
+    anchor: Int[Array, " B"]
+    taps: Float[Array, "B D F"] | None
+    num_taps: Int[Array, " B"]
+    active: Bool[Array, " B"]
+    remaining: Int[Array, " B"]
+    stop_ids: Int[Array, "B S"]
+    histogram: Int[Array, "B H"]
+
+
+@struct.dataclass
+class RoundOutput:
+    """Tokens that one round (or one prefill) emitted; entries from `count` on mean nothing."""
+
+    tokens: Int[Array, "B D"]
+    count: Int[Array, " B"]
+
+
+def draft(target: Target, drafter: Drafter, state: DecodeState, spec: RoundSpec) -> tuple[
+    Float[Array, "Ld P S 2 K d"], Float[Array, "B L V"]
+]:
+    """Writes last round's accepted features to the draft KV, runs one block, returns the marginals of its slots.
+
+    Returns:
+      The draft KV, and fp32 log-probabilities of the block_size - 1 tokens after the anchor (slot k predicts the
+      token at anchor + k; slot 0's own output is not used).
+    """
+    assert state.taps is not None and state.cache.draft_kv is not None
+    order = jnp.arange(state.taps.shape[1])
+    start = state.lengths - state.num_taps
+    with jax.named_scope("draft_context"):
+        positions = start[:, None] + order
+        fresh = drafter.context_kv(state.taps, positions)
+        valid = order < state.num_taps[:, None]
+        draft_kv = write_pages(state.cache.draft_kv, fresh, state.block_tables, positions, valid)
+    with jax.named_scope("draft_block"):
+        masks = jnp.full((state.anchor.shape[0], spec.block_size - 1), drafter.config.mask_token_id, jnp.int32)
+        block = target.embed(jnp.concatenate([state.anchor[:, None], masks], axis=1))
+        tables = state.block_tables[:, : spec.context_pages]
+        hidden = drafter(block, draft_kv, tables, state.lengths, implementation=spec.implementation)
+        return draft_kv, jax.nn.log_softmax(target.logits(hidden[:, 1:]), axis=-1)
+
+
+def verify(
+    target: Target, state: DecodeState, tree: Tree, taps: tuple[int, ...], spec: RoundSpec
+) -> TargetOutput:
+    """One target pass over all rows of the tree; nothing is written."""
+    width = state.cache.conv.shape[2]
+    rows = Rows(
+        tokens=tree.tokens,
+        positions=state.lengths[:, None] + tree.depths,
+        valid=tree.valid,
+        ancestors=tree.ancestors,
+        conv_taps=ancestor_index(tree.parents, width) if width else None,
+    )
+    context = Context(
+        pages=state.cache.kv,
+        block_tables=state.block_tables[:, : spec.context_pages],
+        lengths=state.lengths,
+        recurrent=state.cache.recurrent,
+        conv=state.cache.conv,
+    )
+    return target(rows, context, taps=taps, implementation=spec.implementation)
+
+
+def _cut(state: DecodeState, tokens: Int[Array, "B D"], count: Int[Array, " B"]) -> tuple[Array, Array]:
+    """How many tokens a slot really emits (stop tokens, its limit), and whether it goes on."""
+    order = jnp.arange(tokens.shape[1])
+    is_stop = jnp.any(tokens[:, :, None] == state.stop_ids[:, None, :], axis=2) & (order < count[:, None])
+    first_stop = jnp.min(jnp.where(is_stop, order, tokens.shape[1]), axis=1)
+    kept = jnp.minimum(jnp.minimum(count, first_stop + 1), state.remaining)
+    kept = jnp.where(state.active, kept, 0)
+    goes_on = state.active & (first_stop >= kept) & (state.remaining > kept)
+    return kept, goes_on
+
+
+def commit_walk(
+    state: DecodeState, output: TargetOutput, walked: Walk, spec: RoundSpec
+) -> tuple[DecodeState, RoundOutput]:
+    """Moves the accepted path into the caches, hands the taps on, advances the slots."""
+    count, active = _cut(state, walked.tokens, walked.count)
+    cache = commit(
+        state.cache, output.updates, state.block_tables, state.lengths, walked.path, count, spec.implementation
+    )
+    last = jnp.maximum(count - 1, 0)[:, None]
+    anchor = jnp.take_along_axis(walked.tokens, last, axis=1)[:, 0]
+    taps, num_taps = state.taps, state.num_taps
+    if output.taps is not None and taps is not None:
+        accepted = jnp.take_along_axis(output.taps, walked.path[:, :, None], axis=1)
+        taps = jnp.pad(accepted, ((0, 0), (0, taps.shape[1] - accepted.shape[1]), (0, 0)))
+        num_taps = count
+    bins = jnp.arange(state.histogram.shape[1])
+    state = state.replace(
+        cache=cache,
+        lengths=state.lengths + count,
+        anchor=jnp.where(count > 0, anchor, state.anchor),
+        taps=taps,
+        num_taps=num_taps,
+        active=active,
+        remaining=state.remaining - count,
+        histogram=state.histogram + ((bins == count[:, None]) & (count > 0)[:, None]),
+    )
+    return state, RoundOutput(tokens=walked.tokens, count=count)
+
+
+def speculative_round(
+    target: Target, drafter: Drafter | None, state: DecodeState, spec: RoundSpec
+) -> tuple[DecodeState, RoundOutput]:
+    """One round for all slots (DFlash, arXiv 2602.06036, section 4; DDTree's tree verification).
+
+    Emits, a slot, 1 … block_size tokens, all chosen by the target; inactive slots emit none and keep their state.
+    """
+    taps: tuple[int, ...] = ()
+    if spec.budget and drafter is not None:
+        with jax.named_scope("draft"):
+            draft_kv, log_probs = draft(target, drafter, state, spec)
+            state = state.replace(cache=state.cache.replace(draft_kv=draft_kv))
+        with jax.named_scope("tree"):
+            tree = build_tree(state.anchor, log_probs, spec.budget, spec.policy)
+        taps = drafter.config.target_layer_ids
+    elif spec.budget:
+        raise ValueError("a round with a tree needs a drafter")
+    else:
+        tree = root_only_tree(state.anchor)
+    with jax.named_scope("verify"):
+        output = verify(target, state, tree, taps, spec)
+        chosen = spec.rule(target.logits(output.hidden), tree)
+    with jax.named_scope("walk"):
+        walked = walk(tree, chosen)
+    with jax.named_scope("commit"):
+        return commit_walk(state, output, walked, spec)
+
+
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    state: DecodeState,
+    max_rounds: Int[Array, ""],
+    spec: RoundSpec,
+    buffer: int,
+) -> tuple[DecodeState, RoundOutput]:
+    """Repeats the round on the device until no slot is active, `max_rounds` are done, or the buffer could overflow.
+
+    Args:
+      buffer: tokens a slot that the output can hold; at least spec.max_emitted.
+    """
+    width = spec.max_emitted
+    slots = state.anchor.shape[0]
+
+    def going(carry: tuple[DecodeState, RoundOutput, Array]) -> Array:
+        state, output, rounds = carry
+        fits = jnp.max(output.count) + width <= buffer
+        return jnp.any(state.active) & (rounds < max_rounds) & fits
+
+    def body(carry: tuple[DecodeState, RoundOutput, Array]) -> tuple[DecodeState, RoundOutput, Array]:
+        state, output, rounds = carry
+        state, fresh = speculative_round(target, drafter, state, spec)
+        order = jnp.arange(width)
+        place = jnp.where(order < fresh.count[:, None], output.count[:, None] + order, buffer)
+        tokens = output.tokens.at[jnp.arange(slots)[:, None], place].set(fresh.tokens, mode="drop")
+        return state, RoundOutput(tokens=tokens, count=output.count + fresh.count), rounds + 1
+
+    empty = RoundOutput(tokens=jnp.zeros((slots, buffer), jnp.int32), count=jnp.zeros((slots,), jnp.int32))
+    state, output, _ = jax.lax.while_loop(going, body, (state, empty, jnp.zeros((), jnp.int32)))
+    return state, output
+
+
+def prefill(
+    target: Target,
+    drafter: Drafter | None,
+    state: DecodeState,
+    slots: Int[Array, " b"],
+    tokens: Int[Array, "b C"],
+    count: Int[Array, " b"],
+    last: Bool[Array, " b"],
+    spec: RoundSpec,
+) -> tuple[DecodeState, RoundOutput]:
+    """One chunk of the prompts of some slots; where it is the last chunk, the first token is chosen.
+
+    Args:
+      slots: slots that the chunk belongs to (all different).
+      tokens: the next prompt tokens of each, padded on the right.
+      count: how many are real.
+      last: whether the prompt ends with this chunk; the slot then becomes active, unless its first token ends it.
+
+    Returns:
+      The state, and one token for the slots of `last` (count 1, else 0).
+    """
+    batch, chunk = tokens.shape
+    start = state.lengths[slots]
+    tables = state.block_tables[slots]
+    order = jnp.arange(chunk)
+    valid = order < count[:, None]
+    rows = Rows(tokens=tokens, positions=start[:, None] + order, valid=valid)
+    context = Context(
+        pages=state.cache.kv,
+        block_tables=tables[:, : spec.context_pages],
+        lengths=start,
+        recurrent=state.cache.recurrent[:, slots],
+        conv=state.cache.conv[:, slots],
+    )
+    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    with jax.named_scope("prefill"):
+        output = target(rows, context, taps=taps, implementation=spec.implementation)
+        cache = commit_causal(state.cache, output.updates, tables, start, slots, count)
+    if drafter is not None:
+        assert output.taps is not None and cache.draft_kv is not None
+        with jax.named_scope("draft_context"):
+            fresh = drafter.context_kv(output.taps, rows.positions)
+            cache = cache.replace(draft_kv=write_pages(cache.draft_kv, fresh, tables, rows.positions, valid))
+    final = jnp.take_along_axis(output.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+    first = spec.rule(target.logits(final), root_only_tree(tokens[:, 0]))
+
+    # The first token goes through the same cut as every later one.
+    view = state.replace(active=last, remaining=state.remaining[slots], stop_ids=state.stop_ids[slots])
+    emitted, active = _cut(view, first, jnp.ones((batch,), jnp.int32))
+    state = state.replace(
+        cache=cache,
+        lengths=state.lengths.at[slots].add(count),
+        anchor=state.anchor.at[slots].set(jnp.where(last, first[:, 0], state.anchor[slots])),
+        num_taps=state.num_taps.at[slots].set(0),
+        active=state.active.at[slots].set(active),
+        remaining=state.remaining.at[slots].add(-emitted),
+    )
+    return state, RoundOutput(tokens=first, count=emitted)
