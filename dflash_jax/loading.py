@@ -7,7 +7,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from convert import load_drafter, load_target, resolve_model, stored_dtype
 from dflash_jax.engine import Engine
 from dflash_jax.errors import UserError
 from dflash_jax.tokenizer import Tokenizer
@@ -27,12 +26,14 @@ def choose_dtype(dtype: Dtype, folder: Path) -> jnp.dtype:
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+    # `convert` builds on this package's modules, so it is imported where it is used.
+    from convert import stored_dtype
+
     if dtype != "auto":
         return jnp.dtype(dtype)
     if jax.devices()[0].platform == "cpu":
         return jnp.dtype("float32")
-    stored = stored_dtype(folder)
-    return jnp.dtype("bfloat16") if stored == jnp.float16 else stored
+    return stored_dtype(folder)
 
 
 def load(
@@ -64,6 +65,8 @@ def load(
     Raises:
       UserError: one line that names the file, key or flag and says what would be right.
     """
+    from convert import load_drafter, load_target, resolve_model
+
     if tp != 1:
         raise UserError(f"--tp {tp} is not available in this version; use --tp 1")
     if kernels not in IMPLEMENTATIONS:

@@ -1,0 +1,198 @@
+"""Model folders -> modules: config first, names and shapes next, bytes last and straight to their devices."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from convert.keymap import (
+    Abstract,
+    KeyMap,
+    abstract_drafter_module,
+    abstract_mtp,
+    abstract_target_module,
+    match_drafter,
+    match_target,
+    module_names,
+    module_shapes,
+)
+from convert.orbax_io import OrbaxSource, is_orbax
+from convert.safetensors_source import SafetensorsSource
+from convert.source import Sharding, Source, nbytes, place, progress_bar, refuse_dtypes, shapes_of
+from dflash_jax.config import (
+    DrafterConfig,
+    TargetConfig,
+    check_pair,
+    parse_drafter_config,
+    parse_target_config,
+    read_json,
+)
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import UserError
+from dflash_jax.target import Target
+
+_DRAFTER_ARCHITECTURE = "DFlashDraftModel"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a model folder."""
+    if not folder.exists():
+        raise UserError(f"{folder}: no such folder")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: a file; expected the folder of a model")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: not a model folder (no config.json)")
+    return read_json(folder / "config.json")
+
+
+def read_target_config(folder: Path) -> TargetConfig:
+    """The target's config, with generation_config.json where there is one."""
+    raw = read_config(folder)
+    generation = folder / "generation_config.json"
+    extra = read_json(generation) if generation.is_file() else None
+    return parse_target_config(raw, extra, str(folder / "config.json"))
+
+
+def open_source(folder: Path) -> Source:
+    """The weights of a model folder, Orbax or safetensors; reads names and shapes only."""
+    return OrbaxSource(folder) if is_orbax(folder) else SafetensorsSource(folder)
+
+
+def is_drafter(raw: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a DFlash drafter of any generation."""
+    return any("DFlash" in str(name) for name in raw.get("architectures") or [])
+
+
+def open_drafter(
+    folder: Path, target: TargetConfig | None
+) -> tuple[DrafterConfig, Source, KeyMap, list[str]]:
+    """Config, weights and key map of a drafter, checked against its target where one is given."""
+    raw = read_config(folder)
+    name = str(folder / "config.json")
+    notes: list[str] = []
+    given = (raw.get("dflash_config") or {}).get("target_layer_ids", raw.get("target_layer_ids"))
+    # What config.json alone refuses (another architecture, DFlash2) is said before the weights are looked at.
+    if given is not None or _DRAFTER_ARCHITECTURE not in (raw.get("architectures") or []):
+        config, notes = parse_drafter_config(raw, name)
+        source = open_source(folder)
+        width = _fc_width(source)
+    else:
+        source = open_source(folder)
+        width = _fc_width(source)
+        config, notes = parse_drafter_config(raw, name, width)
+    if target is not None:
+        check_pair(target, config, str(folder), width)
+    return config, source, match_drafter(config, shapes_of(source), str(folder)), notes
+
+
+def _fc_width(source: Source) -> int | None:
+    return next((i.shape[1] for i in source.tensors if i.name == "fc.weight" and len(i.shape) == 2), None)
+
+
+def stored_dtype(folder: Path) -> jnp.dtype:
+    """The dtype to run in that loses nothing: bfloat16 where most stored values are bfloat16, float32 otherwise.
+
+    Float16 keeps three more bits of mantissa than bfloat16, so it needs float32.
+    """
+    sizes: dict[str, int] = {}
+    for info in open_source(Path(folder)).tensors:
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + int(np.prod(info.shape, dtype=np.int64))
+    most = max(sizes, key=lambda name: sizes[name], default="")
+    return jnp.dtype(jnp.bfloat16 if most == "BF16" else jnp.float32)
+
+
+def read_tensors(
+    source: Source,
+    names: dict[str, str],
+    abstract: Abstract,
+    sharding: Sharding,
+    progress: bool | None,
+    text: str,
+) -> dict[str, jax.Array]:
+    """Reads tensors by parameter name.
+
+    Args:
+      source: the checkpoint.
+      names: parameter name -> tensor name.
+      abstract: parameter name -> shape and dtype wanted.
+      sharding: where each goes.
+      progress: show a bar; None only on a terminal.
+      text: the bar's label.
+    """
+    refuse_dtypes(source, names.values())
+    parameter = {tensor: name for name, tensor in names.items()}
+    requests = {tensor: place(name, abstract[name], sharding) for name, tensor in names.items()}
+    total = sum(map(nbytes, requests.values()))
+    with progress_bar(total, text, progress) as advance:
+        return {parameter[tensor]: array for tensor, array in source.read(requests, advance)}
+
+
+def fill(module: nnx.Module, values: dict[str, jax.Array]) -> None:
+    """Puts arrays into an abstract module's parameters, in place; every parameter must be given."""
+    for name, leaf in module_names(module).items():
+        leaf.set_value(values[name])
+
+
+def load_target(
+    folder: str | Path,
+    dtype: jax.typing.DTypeLike,
+    sharding: Sharding = None,
+    *,
+    progress: bool | None = None,
+) -> tuple[TargetConfig, Target]:
+    """Loads a target from a Hugging Face or Orbax folder.
+
+    Args:
+      folder: the model's folder (see `convert.hub.resolve_model` for Hub ids).
+      dtype: of weights and activations; the recurrence's gates stay float32.
+      sharding: None (the default device), one sharding for all, or a rule (parameter name, shape) -> sharding.
+      progress: show a bar on stderr; None only on a terminal.
+
+    Raises:
+      UserError: one line that names the file or the tensors and says what is wrong.
+    """
+    folder = Path(folder)
+    config = read_target_config(folder)
+    source = open_source(folder)
+    keys = match_target(config, shapes_of(source), str(folder))
+    module = abstract_target_module(config, jnp.dtype(dtype))
+    fill(module, read_tensors(source, keys.weights, module_shapes(module), sharding, progress, "target"))
+    return config, module
+
+
+def load_drafter(
+    folder: str | Path,
+    target_config: TargetConfig | None,
+    dtype: jax.typing.DTypeLike,
+    sharding: Sharding = None,
+    *,
+    progress: bool | None = None,
+) -> tuple[DrafterConfig, Drafter, list[str]]:
+    """Loads a drafter; arguments as in `load_target`. The third value says what had to be inferred.
+
+    With a target's config the pair is checked (layers, vocabulary, width, taps) before any weight is read.
+    """
+    config, source, keys, notes = open_drafter(Path(folder), target_config)
+    module = abstract_drafter_module(config, jnp.dtype(dtype))
+    fill(module, read_tensors(source, keys.weights, module_shapes(module), sharding, progress, "drafter"))
+    return config, module, notes
+
+
+def load_mtp(
+    folder: str | Path,
+    dtype: jax.typing.DTypeLike,
+    sharding: Sharding = None,
+    *,
+    progress: bool | None = None,
+) -> dict[str, jax.Array]:
+    """The multi-token-prediction head of a target's folder, `mtp.…` -> array; empty where it has none."""
+    folder = Path(folder)
+    config = read_target_config(folder)
+    source = open_source(folder)
+    keys = match_target(config, shapes_of(source), str(folder))
+    return read_tensors(
+        source, keys.mtp, abstract_mtp(config, jnp.dtype(dtype)), sharding, progress, "mtp head"
+    )
