@@ -1,0 +1,71 @@
+"""Small random models shared by tests: well-conditioned, and random enough that text and trees vary."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_jax.config import FULL, LINEAR, DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.drafter import Drafter
+from dflash_jax.target import Target
+
+VOCAB = 96
+
+
+def hybrid_config(layers: int = 4, **changes: object) -> TargetConfig:
+    """Three Gated DeltaNet layers and one attention layer, repeated."""
+    values: dict = {
+        "model_type": "qwen3_5_text", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48,
+        "num_layers": layers, "layer_types": tuple(FULL if i % 4 == 3 else LINEAR for i in range(layers)),
+        "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rope": RopeConfig(1e4, 4), "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False, "attn_output_gate": True, "zero_centered_norm": True,
+        "max_position_embeddings": 1024, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+        "eos_token_ids": (1,),
+    }  # fmt: skip
+    return TargetConfig(**(values | changes))
+
+
+def drafter_config(target: TargetConfig, **changes: object) -> DrafterConfig:
+    """Two layers, one of them sliding and causal."""
+    values: dict = {
+        "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "intermediate_size": 48,
+        "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rope": RopeConfig(1e4, 16),
+        "rms_norm_eps": 1e-6, "block_size": 8, "mask_token_id": 2, "target_layer_ids": (0, 2),
+        "num_target_layers": target.num_layers, "layer_windows": (None, 12), "layer_causal": (False, True),
+        "max_position_embeddings": 1024,
+    }  # fmt: skip
+    return DrafterConfig(**(values | changes))
+
+
+def randomise(module: nnx.Module, seed: int, std: float = 0.15) -> None:
+    """Gives every weight a random value; norms and gates stay near where trained models have them."""
+    key = jax.random.key(seed)
+    for index, (path, leaf) in enumerate(sorted(nnx.to_flat_state(nnx.state(module)), key=lambda item: str(item[0]))):
+        noise = jax.random.normal(jax.random.fold_in(key, index), leaf.shape, jnp.float32)
+        name = ".".join(map(str, path))
+        if name.endswith("A_log"):
+            value = 0.5 * noise - 1.0
+        elif name.endswith("dt_bias"):
+            value = 0.5 * noise - 2.0
+        elif "norm" in name:
+            value = leaf[...] + 0.1 * noise
+        elif name.startswith(("embed_tokens", "lm_head")):
+            value = noise
+        else:
+            value = std * noise
+        leaf[...] = value.astype(leaf.dtype)
+
+
+def random_target(seed: int = 0, **changes: object) -> Target:
+    """A target in fp32."""
+    config = hybrid_config(**changes)  # type: ignore[arg-type]
+    target = Target(config, rngs=nnx.Rngs(0))
+    randomise(target, seed)
+    return target
+
+
+def random_drafter(target: Target, seed: int = 1, **changes: object) -> Drafter:
+    """A drafter for it in fp32."""
+    drafter = Drafter(drafter_config(target.config, **changes), rngs=nnx.Rngs(0))
+    randomise(drafter, seed)
+    return drafter
