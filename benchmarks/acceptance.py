@@ -56,12 +56,16 @@ def summarise(name: str, runs: list[list[Completion]], baseline: list[Completion
     rounds = sum(c.rounds for c in completions)
     emitted = sum(c.completion_tokens - 1 for c in completions)
     width = max(len(c.accepted_length_histogram) for c in completions)
-    histogram = [sum(c.accepted_length_histogram[i] for c in completions if i < len(c.accepted_length_histogram))
-                 for i in range(width)]
+    histogram = [
+        sum(c.accepted_length_histogram[i] for c in completions if i < len(c.accepted_length_histogram))
+        for i in range(width)
+    ]
     reached = [sum(histogram[depth + 1 :]) / rounds if rounds else 0.0 for depth in range(width - 1)]
     rates = [sum(c.completion_tokens - 1 for c in run) / sum(c.decode_seconds for c in run) for run in runs]
-    same = None if baseline is None else sum(
-        a.token_ids == b.token_ids for a, b in zip(completions, baseline, strict=True)
+    same = (
+        None
+        if baseline is None
+        else sum(a.token_ids == b.token_ids for a, b in zip(completions, baseline, strict=True))
     )
     return {
         "method": name,
@@ -73,7 +77,8 @@ def summarise(name: str, runs: list[list[Completion]], baseline: list[Completion
         "share_of_rounds_reaching_depth": reached[1:],
         "tokens_per_second": statistics.median(rates),
         "tokens_per_second_runs": rates,
-        "milliseconds_per_round": 1e3 * statistics.median(
+        "milliseconds_per_round": 1e3
+        * statistics.median(
             sum(c.decode_seconds for c in run) / max(sum(c.rounds for c in run), 1) for run in runs
         ),
         "repeated_8grams": repeated_ngram_share(c.token_ids for c in completions),
@@ -86,10 +91,14 @@ def table(rows: list[dict[str, Any]], engine: Engine, batch: int) -> str:
     """The figures as text."""
     first = rows[0]
     lines = [
-        f"{first['prompts']} prompts, batch {batch}, {engine.device.device_kind}, {engine.target.dtype}, "
-        f"jax {jax.__version__}; tokens/s: a slot's, prefill and compilation left out",
-        f"{'method':12s} {'nodes':>5s} {'rounds':>7s} {'tau':>6s} {'ms/round':>9s} {'tokens/s':>9s} {'speed-up':>8s} "
-        f"{'same':>7s} {'8-grams':>8s}",
+        (
+            f"{first['prompts']} prompts, batch {batch}, {engine.device.device_kind}, {engine.target.dtype}, "
+            f"jax {jax.__version__}; tokens/s: a slot's, prefill and compilation left out"
+        ),
+        (
+            f"{'method':12s} {'nodes':>5s} {'rounds':>7s} {'tau':>6s} {'ms/round':>9s} {'tokens/s':>9s} {'speed-up':>8s} "
+            f"{'same':>7s} {'8-grams':>8s}"
+        ),
     ]
     for row in rows:
         same = row["same_tokens_as_first_method"]
@@ -109,11 +118,15 @@ def table(rows: list[dict[str, Any]], engine: Engine, batch: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.acceptance", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.acceptance", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--model", help="target (default: the bundled pair)")
     parser.add_argument("--draft-model", help="its drafter")
     parser.add_argument("--methods", default="ar,dflash,ddtree:63", help="default: %(default)s")
-    parser.add_argument("--prompts", type=Path, default=BUNDLED_PROMPTS, help="JSON list (default: held-out prompts)")
+    parser.add_argument(
+        "--prompts", type=Path, default=BUNDLED_PROMPTS, help="JSON list (default: held-out prompts)"
+    )
     parser.add_argument("--limit", type=int, help="only the first so many prompts")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--dtype", default="auto")
@@ -139,7 +152,12 @@ def main(argv: list[str] | None = None) -> int:
     print(table(rows, engine, args.batch))
     if args.json is not None:
         settings = {key: str(value) for key, value in vars(args).items()}
-        record = {"settings": settings, "device": engine.device.device_kind, "jax": jax.__version__, "methods": rows}
+        record = {
+            "settings": settings,
+            "device": engine.device.device_kind,
+            "jax": jax.__version__,
+            "methods": rows,
+        }
         args.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0
 

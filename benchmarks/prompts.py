@@ -19,7 +19,9 @@ def read_prompts(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
         raise UserError(f"--prompts {path}: no such file") from None
     except ValueError as error:
         raise UserError(f"--prompts {path}: not valid JSON ({error})") from None
-    if not isinstance(entries, list) or not all(isinstance(e, dict) and ("text" in e or "messages" in e) for e in entries):
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and ("text" in entry or "messages" in entry) for entry in entries
+    ):
         raise UserError(f"--prompts {path}: expected a list of objects with 'text' or 'messages'")
     return entries[:limit]
 

@@ -27,7 +27,7 @@ class Attention(nnx.Module):
         eps: float,
         gated: bool,
         zero_centered: bool,
-        dtype: jnp.dtype,
+        dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
         out_std: float = 0.02,
     ):
@@ -82,7 +82,16 @@ class Attention(nnx.Module):
         q, gate = self.project_q(x, cos, sin)
         kv = self.project_kv(x, cos, sin)
         out = tree_attention(
-            q, kv, mask, pages, layer, block_tables, lengths,
-            scale=self.head_dim**-0.5, window=window, positions=positions, implementation=implementation,
+            q,
+            kv,
+            mask,
+            pages,
+            layer,
+            block_tables,
+            lengths,
+            scale=self.head_dim**-0.5,
+            window=window,
+            positions=positions,
+            implementation=implementation,
         )
         return self.output(out, gate), kv

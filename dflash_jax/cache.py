@@ -5,6 +5,8 @@ the depth. Slots are rows of a batch; a slot's pages are named by its block tabl
 the drafter's pages, because both hold one entry a token position.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -76,7 +78,7 @@ def init_cache(
     slots: int,
     pages: int,
     page_size: int,
-    dtype: jnp.dtype,
+    dtype: jax.typing.DTypeLike,
 ) -> Cache:
     """Empty caches for `slots` requests sharing `pages` pages of `page_size` tokens."""
     linear = len(target.linear_layers)
@@ -143,7 +145,9 @@ def commit(
     count: Int[Array, " B"],
     implementation: Implementation = "auto",
 ) -> Cache:
-    """Applies the accepted path of a tree pass: the first `count` rows of `path`, root first, at lengths, lengths+1, …
+    """Applies the accepted path of a tree pass.
+
+    The first `count` rows of `path`, root first, go to positions lengths, lengths + 1, …
 
     Slots with count 0 stay as they are. Rejected rows reach no page and no state.
     """
@@ -156,11 +160,16 @@ def commit(
     if recurrent.shape[0]:
         assert updates.keys is not None and updates.innovations is not None and updates.path_decay is not None
         recurrent = commit_path(
-            recurrent, updates.keys, updates.innovations, updates.path_decay, path, count,
+            recurrent,
+            updates.keys,
+            updates.innovations,
+            updates.path_decay,
+            path,
+            count,
             implementation=implementation,
         )
         conv = shift_window(conv, updates.conv_inputs, path, count)
-    return cache.replace(kv=kv, recurrent=recurrent, conv=conv)
+    return dataclasses.replace(cache, kv=kv, recurrent=recurrent, conv=conv)
 
 
 def commit_causal(
@@ -182,7 +191,7 @@ def commit_causal(
         recurrent = recurrent.at[:, slots].set(updates.final_state, mode="drop")
         window = conv.at[:, slots].get(mode="clip")
         conv = conv.at[:, slots].set(shift_window(window, updates.conv_inputs, order, count), mode="drop")
-    return cache.replace(kv=kv, recurrent=recurrent, conv=conv)
+    return dataclasses.replace(cache, kv=kv, recurrent=recurrent, conv=conv)
 
 
 def reset_slots(cache: Cache, slots: Int[Array, " b"]) -> Cache:
@@ -190,7 +199,8 @@ def reset_slots(cache: Cache, slots: Int[Array, " b"]) -> Cache:
 
     Pages need no clearing: no pass reads past a slot's length.
     """
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         recurrent=cache.recurrent.at[:, slots].set(0.0, mode="drop"),
         conv=cache.conv.at[:, slots].set(0, mode="drop"),
     )

@@ -167,7 +167,9 @@ class _Fields:
     def refuse_unless(self, key: str, allowed: tuple[Any, ...]) -> None:
         value = self.values.get(key, allowed[0])
         if value not in allowed:
-            raise self.fail(f"'{key}' = {value!r} is not supported (supported: {', '.join(map(repr, allowed))})")
+            raise self.fail(
+                f"'{key}' = {value!r} is not supported (supported: {', '.join(map(repr, allowed))})"
+            )
 
 
 def _rope(fields: _Fields, head_dim: int, default_partial: float) -> RopeConfig:
@@ -179,12 +181,16 @@ def _rope(fields: _Fields, head_dim: int, default_partial: float) -> RopeConfig:
     scaling = {**(values.get("rope_scaling") or {}), **parameters}
     nested = _Fields({**values, **scaling}, fields.source)
     if scaling.get("rope_theta") is None and values.get("rope_theta") is None:
-        raise fields.fail("no 'rope_theta' (top level or in 'rope_parameters'); the rotary base cannot be guessed")
+        raise fields.fail(
+            "no 'rope_theta' (top level or in 'rope_parameters'); the rotary base cannot be guessed"
+        )
     theta = nested.number("rope_theta", 0.0)
     partial = nested.number("partial_rotary_factor", default_partial)
     rotary_dim = int(head_dim * partial)
     if theta <= 0 or rotary_dim <= 0 or rotary_dim % 2 or rotary_dim > head_dim:
-        raise fields.fail(f"rotary settings theta={theta}, partial_rotary_factor={partial} do not fit head_dim {head_dim}")
+        raise fields.fail(
+            f"rope_theta {theta}, partial_rotary_factor {partial} do not fit head_dim {head_dim}"
+        )
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("default", "mrope"):
         # Interleaved M-RoPE equals plain rotary on text, where the three position streams coincide.
@@ -218,7 +224,9 @@ def _token_ids(*sources: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _layer_types(fields: _Fields, num_layers: int, allowed: tuple[str, ...], default: list[str]) -> tuple[str, ...]:
+def _layer_types(
+    fields: _Fields, num_layers: int, allowed: tuple[str, ...], default: list[str]
+) -> tuple[str, ...]:
     kinds = fields.values.get("layer_types") or default
     if len(kinds) != num_layers:
         raise fields.fail(f"'layer_types' has {len(kinds)} entries for num_hidden_layers {num_layers}")
@@ -266,7 +274,11 @@ def parse_target_config(
         if values.get("use_sliding_window"):
             raise fields.fail("'use_sliding_window' = true is not supported for a target")
         layer_types = _layer_types(fields, num_layers, (FULL,), [FULL] * num_layers)
-    tied = values["tie_word_embeddings"] if "tie_word_embeddings" in values else raw.get("tie_word_embeddings", False)
+    tied = (
+        values["tie_word_embeddings"]
+        if "tie_word_embeddings" in values
+        else raw.get("tie_word_embeddings", False)
+    )
     return TargetConfig(
         model_type=model_type,
         vocab_size=fields.integer("vocab_size"),
@@ -309,7 +321,9 @@ def parse_drafter_config(
     if "DFlash2DraftModel" in architectures:
         raise fields.fail("DFlash2DraftModel is not supported; use a DFlash (first generation) drafter")
     if "DFlashDraftModel" not in architectures:
-        raise fields.fail(f"architectures {architectures!r} is no DFlash drafter (expected 'DFlashDraftModel')")
+        raise fields.fail(
+            f"architectures {architectures!r} is no DFlash drafter (expected 'DFlashDraftModel')"
+        )
     nested = raw.get("dflash_config") or {}
     merged = _Fields({**raw, **nested}, source)
     fields.refuse_unless("hidden_act", ("silu",))
@@ -328,7 +342,9 @@ def parse_drafter_config(
     num_target_layers = merged.integer("num_target_layers")
     mask = merged.values.get("mask_token_id")
     if isinstance(mask, bool) or not isinstance(mask, int) or mask < 0:
-        raise fields.fail(f"'mask_token_id' (top level or in 'dflash_config') must be a token id, found {mask!r}")
+        raise fields.fail(
+            f"'mask_token_id' (top level or in 'dflash_config') must be a token id, found {mask!r}"
+        )
     block_size = merged.integer("block_size")
     if block_size < 2:
         raise fields.fail(f"'block_size' must be at least 2 (anchor + one mask), found {block_size}")
@@ -340,16 +356,22 @@ def parse_drafter_config(
     if taps is None:
         width = merged.values.get("target_hidden_size") or hidden
         if fc_width is None or fc_width % width:
-            raise fields.fail(f"no 'target_layer_ids', and fc.weight's width {fc_width} is no multiple of {width}")
+            raise fields.fail(
+                f"no 'target_layer_ids', and fc.weight's width {fc_width} is no multiple of {width}"
+            )
         taps = default_target_layer_ids(num_target_layers, fc_width // width)
         notes.append(
             f"{source}: no 'target_layer_ids'; using the default {list(taps)} for {fc_width // width} taps of "
             f"{num_target_layers} layers"
         )
-    if not taps or list(taps) != sorted(set(taps)) or not all(
-        isinstance(i, int) and 0 <= i < num_target_layers for i in taps
+    if (
+        not taps
+        or list(taps) != sorted(set(taps))
+        or not all(isinstance(i, int) and 0 <= i < num_target_layers for i in taps)
     ):
-        raise fields.fail(f"'target_layer_ids' {taps!r} must be ascending layer numbers below {num_target_layers}")
+        raise fields.fail(
+            f"'target_layer_ids' {taps!r} must be ascending layer numbers below {num_target_layers}"
+        )
 
     kinds = _layer_types(fields, num_layers, (FULL, SLIDING), [FULL] * num_layers)
     window = merged.values.get("sliding_window")
@@ -379,7 +401,9 @@ def parse_drafter_config(
     return config, notes
 
 
-def check_pair(target: TargetConfig, drafter: DrafterConfig, source: str = "drafter", fc_width: int | None = None) -> None:
+def check_pair(
+    target: TargetConfig, drafter: DrafterConfig, source: str = "drafter", fc_width: int | None = None
+) -> None:
     """Raises `UserError` unless the drafter was made for a target of this shape."""
     if drafter.num_target_layers != target.num_layers:
         raise UserError(

@@ -4,6 +4,8 @@ One forward serves prefill (causal rows, chunk rule) and verification (tree rows
 earlier inputs the convolution reads and which rows the delta rule lets see each other.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
@@ -35,7 +37,7 @@ def l2norm(x: Float[Array, "... d"], eps: float = 1e-6) -> Float[Array, "... d"]
 class DepthwiseConv(nnx.Module):
     """Weights of the causal depthwise convolution, [channels, 1, K] as checkpoints hold them."""
 
-    def __init__(self, channels: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, channels: int, width: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         bound = width**-0.5
         values = jax.random.uniform(rngs.params(), (channels, 1, width), jnp.float32, -bound, bound)
         self.weight = nnx.Param(values.astype(dtype))
@@ -49,6 +51,7 @@ class GatedNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"], z: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """Norms x over its last axis and gates it; fp32 inside, z's dtype outside."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps) * self.weight[...]
         return (y * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
@@ -57,7 +60,9 @@ class GatedNorm(nnx.Module):
 class GatedDeltaNet(nnx.Module):
     """One linear-attention mixer; parameter names are Hugging Face's `linear_attn.*`."""
 
-    def __init__(self, config: TargetConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float = 0.02):
+    def __init__(
+        self, config: TargetConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, out_std: float = 0.02
+    ):
         self.key_heads, self.value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         hidden, inner = config.hidden_size, self.value_heads * self.value_dim
@@ -65,9 +70,13 @@ class GatedDeltaNet(nnx.Module):
         self.in_proj_z = Linear(hidden, inner, dtype=dtype, rngs=rngs)
         self.in_proj_b = Linear(hidden, self.value_heads, dtype=dtype, rngs=rngs)
         self.in_proj_a = Linear(hidden, self.value_heads, dtype=dtype, rngs=rngs)
-        self.conv1d = DepthwiseConv(config.conv_channels, config.linear_conv_kernel_dim, dtype=dtype, rngs=rngs)
+        self.conv1d = DepthwiseConv(
+            config.conv_channels, config.linear_conv_kernel_dim, dtype=dtype, rngs=rngs
+        )
         decay = jax.random.uniform(rngs.params(), (self.value_heads,), jnp.float32, 1.0, 16.0)
-        step = jnp.exp(jax.random.uniform(rngs.params(), (self.value_heads,), jnp.float32, jnp.log(1e-3), jnp.log(0.1)))
+        step = jnp.exp(
+            jax.random.uniform(rngs.params(), (self.value_heads,), jnp.float32, jnp.log(1e-3), jnp.log(0.1))
+        )
         # Gates stay fp32 whatever the weights' dtype: the state multiplies them over thousands of tokens.
         self.A_log = nnx.Param(jnp.log(decay))
         self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)))  # softplus(dt_bias) = step
@@ -142,11 +151,11 @@ class GatedDeltaNet(nnx.Module):
             out, final = chunk_delta_rule(
                 q, k, v, strength, decay, state, precise=precise, implementation=implementation
             )
-            update = update.replace(final_state=final)
+            update = dataclasses.replace(update, final_state=final)
         else:
             out, fresh, total = tree_delta_rule(
                 q, k, v, strength, decay, state, ancestors, implementation=implementation
             )
-            update = update.replace(keys=k, innovations=fresh, path_decay=total)
+            update = dataclasses.replace(update, keys=k, innovations=fresh, path_decay=total)
         mixed = self.norm(out, z).reshape(batch, rows, -1)
         return self.out_proj(mixed), update

@@ -19,26 +19,38 @@ from pallas_kernels.dispatch import Implementation
 class DrafterLayer(nnx.Module):
     """A plain Qwen3 block: norm → attention → residual → norm → SwiGLU → residual."""
 
-    def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DrafterConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         norm = {"eps": config.rms_norm_eps, "zero_centered": False, "dtype": dtype}
         out_std = 0.02 / (2 * config.num_layers) ** 0.5
         self.input_layernorm = RMSNorm(config.hidden_size, **norm)
         self.self_attn = Attention(
-            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
-            eps=config.rms_norm_eps, gated=False, zero_centered=False, dtype=dtype, rngs=rngs, out_std=out_std,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            eps=config.rms_norm_eps,
+            gated=False,
+            zero_centered=False,
+            dtype=dtype,
+            rngs=rngs,
+            out_std=out_std,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs, down_std=out_std)
+        self.mlp = SwiGLU(
+            config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs, down_std=out_std
+        )
 
 
 class Drafter(nnx.Module):
     """Parameter names are those of the published checkpoints (no prefix, no embedding, no head)."""
 
-    def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: DrafterConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         features = len(config.target_layer_ids) * config.hidden_size
         self.fc = Linear(features, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, zero_centered=False, dtype=dtype)
+        self.hidden_norm = RMSNorm(
+            config.hidden_size, eps=config.rms_norm_eps, zero_centered=False, dtype=dtype
+        )
         self.layers = nnx.List(DrafterLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, zero_centered=False, dtype=dtype)
 
@@ -91,8 +103,17 @@ class Drafter(nnx.Module):
         for index, layer in enumerate(self.layers):
             with jax.named_scope("draft_layer"):
                 mixed, _ = layer.self_attn(
-                    layer.input_layernorm(x), cos, sin, masks[index], pages, index, block_tables, lengths,
-                    window=self.config.layer_windows[index], positions=positions, implementation=implementation,
+                    layer.input_layernorm(x),
+                    cos,
+                    sin,
+                    masks[index],
+                    pages,
+                    index,
+                    block_tables,
+                    lengths,
+                    window=self.config.layer_windows[index],
+                    positions=positions,
+                    implementation=implementation,
                 )
                 x = x + mixed
                 x = x + layer.mlp(layer.post_attention_layernorm(x))

@@ -53,6 +53,11 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def _prefill_spec(spec: RoundSpec) -> RoundSpec:
+    """What prefill reads of a spec: whether there is a drafter, not how it drafts. All trees share its program."""
+    return dataclasses.replace(spec, budget=min(spec.budget, 1), block_size=1, policy=SpineFirst())
+
+
 class Engine:
     """Decodes prompts with one target and, optionally, one drafter.
 
@@ -81,7 +86,9 @@ class Engine:
         limit = target.config.max_position_embeddings
         self.max_model_len = limit if max_model_len is None else max_model_len
         if not 1 <= self.max_model_len <= limit:
-            raise UserError(f"--max-model-len must be 1 to {limit} (the model's own limit), found {max_model_len}")
+            raise UserError(
+                f"--max-model-len must be 1 to {limit} (the model's own limit), found {max_model_len}"
+            )
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.max_slots, self.page_size = max_slots, page_size
         self.device = jax.devices()[0]
@@ -240,19 +247,19 @@ class Engine:
         self, state: DecodeState, slot: int, request: _Running, spec: RoundSpec
     ) -> tuple[DecodeState, list[int]]:
         """Admits a request to a slot and runs its prompt; returns the first token."""
-        request.admitted = time.perf_counter()
         width = state.block_tables.shape[1]
         # Unused entries repeat a page of the slot's own: they are never read, and never another slot's.
         table = (request.pages + [request.pages[-1]] * width)[:width]
         eos = () if request.params.ignore_eos else self.target.config.eos_token_ids
         stop_ids = (*eos, *([-1] * state.stop_ids.shape[1]))[: state.stop_ids.shape[1]]
         state = self.programs.admit(state, slot, table, request.limit, stop_ids)
+        request.admitted = time.perf_counter()  # after the first call's compilation
         output = None
         for start in range(0, len(request.prompt), self.prefill_chunk):
             piece = request.prompt[start : start + self.prefill_chunk]
             last = start + len(piece) == len(request.prompt)
             padded = piece + [0] * (self.prefill_chunk - len(piece))
-            result = self.programs.prefill(state, slot, padded, len(piece), last, spec)
+            result = self.programs.prefill(state, slot, padded, len(piece), last, _prefill_spec(spec))
             assert result is not None
             state, output = result
         assert output is not None
@@ -273,7 +280,8 @@ class Engine:
         # A stop string is seen by the host alone, so it must look after every round.
         if burst is None:
             burst = 1 if any(r.params.stop for r in group) else buffer
-        self.programs.prefill(state, 0, [0] * self.prefill_chunk, 1, True, spec, compile_only=True)
+        padding = [0] * self.prefill_chunk
+        self.programs.prefill(state, 0, padding, 1, True, _prefill_spec(spec), compile_only=True)
         self.programs.decode(state, burst, spec, buffer, compile_only=True)
 
         waiting = collections.deque(group)

@@ -25,11 +25,20 @@ def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
 class Linear(nnx.Module):
     """y = x Wᵀ, no bias. `weight` is [out, in]."""
 
-    def __init__(self, in_features: int, out_features: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, std: float = 0.02):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        std: float = 0.02,
+    ):
         values = std * jax.random.normal(rngs.params(), (out_features, in_features), jnp.float32)
         self.weight = nnx.Param(values.astype(dtype))
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        """Applies the map to the last axis, in x's dtype."""
         weight = self.weight[...]
         dims = (((x.ndim - 1,), (1,)), ((), ()))
         out = jax.lax.dot_general(
@@ -41,12 +50,13 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / rms(x), scaled by `weight` or, zero-centred, by 1 + `weight`; in fp32, cast back at the end."""
 
-    def __init__(self, features: int, *, eps: float, zero_centered: bool, dtype: jnp.dtype):
+    def __init__(self, features: int, *, eps: float, zero_centered: bool, dtype: jax.typing.DTypeLike):
         self.weight = nnx.Param((jnp.zeros if zero_centered else jnp.ones)((features,), dtype))
         self.eps = eps
         self.zero_centered = zero_centered
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """Norms the last axis, in x's dtype."""
         weight = self.weight[...].astype(jnp.float32)
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
@@ -59,23 +69,33 @@ class RMSNorm(nnx.Module):
 class SwiGLU(nnx.Module):
     """W_down (silu(W_gate x) · W_up x)."""
 
-    def __init__(self, hidden: int, intermediate: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, down_std: float = 0.02):
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        down_std: float = 0.02,
+    ):
         self.gate_proj = Linear(hidden, intermediate, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(hidden, intermediate, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(intermediate, hidden, dtype=dtype, rngs=rngs, std=down_std)
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """Mixes the last axis."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Embedding(nnx.Module):
     """Token table [V, D]; also the head where embeddings are tied."""
 
-    def __init__(self, vocab_size: int, hidden: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, vocab_size: int, hidden: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         values = 0.02 * jax.random.normal(rngs.params(), (vocab_size, hidden), jnp.float32)
         self.weight = nnx.Param(values.astype(dtype))
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
+        """Rows of the table; ids outside it read its ends."""
         return self.weight[...].at[tokens].get(mode="clip")
 
 
@@ -132,7 +152,9 @@ def apply_rope(
     half = cos.shape[-1]
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(
+        x.dtype
+    )
     if 2 * half == x.shape[-1]:
         return rotated
     return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)

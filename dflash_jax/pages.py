@@ -23,7 +23,9 @@ class PagePool:
         """Takes pages for `tokens` tokens, or raises `UserError` when there are not enough."""
         need = self.pages_for(tokens)
         if need > len(self._free):
-            raise UserError(f"{tokens} tokens need {need} cache pages; {len(self._free)} of {self.pages} are free")
+            raise UserError(
+                f"{tokens} tokens need {need} cache pages; {len(self._free)} of {self.pages} are free"
+            )
         taken = self._free[-need:][::-1]
         del self._free[-need:]
         return taken

@@ -4,6 +4,7 @@ Programs are compiled ahead of the call that needs them and kept by their static
 compiles and compile time is never mistaken for decoding time.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,15 @@ from dflash_jax.target import Target
 
 
 def admit_slot(
-    state: DecodeState, slot: Int[Array, ""], table: Int[Array, " T"], limit: Int[Array, ""], stop_ids: Int[Array, " S"]
+    state: DecodeState,
+    slot: Int[Array, ""],
+    table: Int[Array, " T"],
+    limit: Int[Array, ""],
+    stop_ids: Int[Array, " S"],
 ) -> DecodeState:
     """Empties a slot and gives it pages, a token limit and stop ids; nothing of its last request is left."""
-    return state.replace(
+    return dataclasses.replace(
+        state,
         cache=reset_slots(state.cache, slot[None]),
         block_tables=state.block_tables.at[slot].set(table),
         lengths=state.lengths.at[slot].set(0),
@@ -40,7 +46,7 @@ def admit_slot(
 
 def release_slots(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
     """Stops decoding in the slots marked (a stop string, which only the host can see)."""
-    return state.replace(active=state.active & ~slots)
+    return dataclasses.replace(state, active=state.active & ~slots)
 
 
 class Programs:
@@ -59,12 +65,15 @@ class Programs:
         self.on_compile: Callable[[str], None] = lambda name: None
 
     def _models(self, target: Any, drafter: Any) -> tuple[Target, Drafter | None]:
-        return (
-            nnx.merge(self._target_def, target),
-            None if drafter is None else nnx.merge(self._drafter_def, drafter),
-        )
+        merged = None
+        if drafter is not None:
+            assert self._drafter_def is not None
+            merged = nnx.merge(self._drafter_def, drafter)
+        return nnx.merge(self._target_def, target), merged
 
-    def _get(self, key: Any, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donate: int) -> Any:
+    def _get(
+        self, key: Any, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donate: int
+    ) -> Any:
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments[donate]))
         key = (name, key, shapes)
         if key not in self._compiled:
@@ -89,18 +98,39 @@ class Programs:
         return None if compile_only else program(*arguments)
 
     def prefill(
-        self, state: DecodeState, slot: int, tokens: Any, count: int, last: bool, spec: RoundSpec,
-        *, compile_only: bool = False,
+        self,
+        state: DecodeState,
+        slot: int,
+        tokens: Any,
+        count: int,
+        last: bool,
+        spec: RoundSpec,
+        *,
+        compile_only: bool = False,
     ) -> tuple[DecodeState, RoundOutput] | None:
         """One chunk of one slot's prompt."""
 
-        def run(target: Any, drafter: Any, state: DecodeState, *rest: Array) -> Any:
-            return rounds.prefill(*self._models(target, drafter), state, *rest, spec)
+        def run(
+            target: Any,
+            drafter: Any,
+            state: DecodeState,
+            slots: Array,
+            tokens: Array,
+            count: Array,
+            last: Array,
+        ) -> Any:
+            models = self._models(target, drafter)
+            return rounds.prefill(*models, state, slots, tokens, count, last, spec)
 
         drafter = self._drafter if spec.budget else None
         arguments = (
-            self._target, drafter, state, jnp.asarray([slot], jnp.int32), jnp.asarray(tokens, jnp.int32)[None],
-            jnp.asarray([count], jnp.int32), jnp.asarray([last]),
+            self._target,
+            drafter,
+            state,
+            jnp.asarray([slot], jnp.int32),
+            jnp.asarray(tokens, jnp.int32)[None],
+            jnp.asarray([count], jnp.int32),
+            jnp.asarray([last]),
         )
         program = self._get((spec, len(tokens)), "prefill", run, arguments, 2)
         return None if compile_only else program(*arguments)
@@ -108,7 +138,10 @@ class Programs:
     def admit(self, state: DecodeState, slot: int, table: Any, limit: int, stop_ids: Any) -> DecodeState:
         """See `admit_slot`."""
         arguments = (
-            state, jnp.asarray(slot, jnp.int32), jnp.asarray(table, jnp.int32), jnp.asarray(limit, jnp.int32),
+            state,
+            jnp.asarray(slot, jnp.int32),
+            jnp.asarray(table, jnp.int32),
+            jnp.asarray(limit, jnp.int32),
             jnp.asarray(stop_ids, jnp.int32),
         )
         return self._get((), "admit", admit_slot, arguments, 0)(*arguments)

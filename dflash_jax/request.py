@@ -43,14 +43,18 @@ class SamplingParams:
         if not self.temperature >= 0.0:
             raise UserError(f"--temperature must be 0 or more, found {self.temperature}")
         if self.temperature > 0.0:
-            raise UserError("--temperature above 0 is not available in this version; use --temperature 0 (greedy)")
+            raise UserError(
+                "--temperature above 0 is not available in this version; use --temperature 0 (greedy)"
+            )
         if self.method not in METHODS:
             raise UserError(f"--method must be one of {', '.join(METHODS)}, found {self.method!r}")
         budget = self.tree_budget
         if budget != "auto" and not (isinstance(budget, int) and 1 <= budget <= MAX_TREE_BUDGET):
             raise UserError(f"--tree-budget must be 1 to {MAX_TREE_BUDGET} or 'auto', found {budget!r}")
         if self.block_size is not None and self.block_size < 2:
-            raise UserError(f"--block-size must be at least 2 (anchor and one draft), found {self.block_size}")
+            raise UserError(
+                f"--block-size must be at least 2 (anchor and one draft), found {self.block_size}"
+            )
         if isinstance(self.stop, str) or "" in self.stop:
             raise UserError("--stop takes non-empty strings")
 

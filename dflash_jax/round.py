@@ -15,7 +15,16 @@ from dflash_jax.acceptance import AcceptanceRule, greedy
 from dflash_jax.cache import Cache, Context, commit, commit_causal, write_pages
 from dflash_jax.drafter import Drafter
 from dflash_jax.target import Rows, Target, TargetOutput
-from dflash_jax.tree import SpineFirst, Tree, TreePolicy, Walk, ancestor_index, build_tree, root_only_tree, walk
+from dflash_jax.tree import (
+    SpineFirst,
+    Tree,
+    TreePolicy,
+    Walk,
+    ancestor_index,
+    build_tree,
+    root_only_tree,
+    walk,
+)
 from pallas_kernels.dispatch import Implementation
 
 
@@ -34,7 +43,7 @@ class RoundSpec:
 
     budget: int
     block_size: int = 1
-    policy: TreePolicy = SpineFirst()
+    policy: TreePolicy = dataclasses.field(default_factory=SpineFirst)
     rule: AcceptanceRule = greedy
     context_pages: int | None = None
     implementation: Implementation = "auto"
@@ -82,9 +91,9 @@ class RoundOutput:
     count: Int[Array, " B"]
 
 
-def draft(target: Target, drafter: Drafter, state: DecodeState, spec: RoundSpec) -> tuple[
-    Float[Array, "Ld P S 2 K d"], Float[Array, "B L V"]
-]:
+def draft(
+    target: Target, drafter: Drafter, state: DecodeState, spec: RoundSpec
+) -> tuple[Float[Array, "Ld P S 2 K d"], Float[Array, "B L V"]]:
     """Writes last round's accepted features to the draft KV, runs one block, returns the marginals of its slots.
 
     Returns:
@@ -100,7 +109,9 @@ def draft(target: Target, drafter: Drafter, state: DecodeState, spec: RoundSpec)
         valid = order < state.num_taps[:, None]
         draft_kv = write_pages(state.cache.draft_kv, fresh, state.block_tables, positions, valid)
     with jax.named_scope("draft_block"):
-        masks = jnp.full((state.anchor.shape[0], spec.block_size - 1), drafter.config.mask_token_id, jnp.int32)
+        masks = jnp.full(
+            (state.anchor.shape[0], spec.block_size - 1), drafter.config.mask_token_id, jnp.int32
+        )
         block = target.embed(jnp.concatenate([state.anchor[:, None], masks], axis=1))
         tables = state.block_tables[:, : spec.context_pages]
         hidden = drafter(block, draft_kv, tables, state.lengths, implementation=spec.implementation)
@@ -146,7 +157,13 @@ def commit_walk(
     """Moves the accepted path into the caches, hands the taps on, advances the slots."""
     count, active = _cut(state, walked.tokens, walked.count)
     cache = commit(
-        state.cache, output.updates, state.block_tables, state.lengths, walked.path, count, spec.implementation
+        state.cache,
+        output.updates,
+        state.block_tables,
+        state.lengths,
+        walked.path,
+        count,
+        spec.implementation,
     )
     last = jnp.maximum(count - 1, 0)[:, None]
     anchor = jnp.take_along_axis(walked.tokens, last, axis=1)[:, 0]
@@ -156,7 +173,8 @@ def commit_walk(
         taps = jnp.pad(accepted, ((0, 0), (0, taps.shape[1] - accepted.shape[1]), (0, 0)))
         num_taps = count
     bins = jnp.arange(state.histogram.shape[1])
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         cache=cache,
         lengths=state.lengths + count,
         anchor=jnp.where(count > 0, anchor, state.anchor),
@@ -180,7 +198,7 @@ def speculative_round(
     if spec.budget and drafter is not None:
         with jax.named_scope("draft"):
             draft_kv, log_probs = draft(target, drafter, state, spec)
-            state = state.replace(cache=state.cache.replace(draft_kv=draft_kv))
+            state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))
         with jax.named_scope("tree"):
             tree = build_tree(state.anchor, log_probs, spec.budget, spec.policy)
         taps = drafter.config.target_layer_ids
@@ -273,14 +291,18 @@ def prefill(
         assert output.taps is not None and cache.draft_kv is not None
         with jax.named_scope("draft_context"):
             fresh = drafter.context_kv(output.taps, rows.positions)
-            cache = cache.replace(draft_kv=write_pages(cache.draft_kv, fresh, tables, rows.positions, valid))
+            draft_kv = write_pages(cache.draft_kv, fresh, tables, rows.positions, valid)
+            cache = dataclasses.replace(cache, draft_kv=draft_kv)
     final = jnp.take_along_axis(output.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
     first = spec.rule(target.logits(final), root_only_tree(tokens[:, 0]))
 
     # The first token goes through the same cut as every later one.
-    view = state.replace(active=last, remaining=state.remaining[slots], stop_ids=state.stop_ids[slots])
+    view = dataclasses.replace(
+        state, active=last, remaining=state.remaining[slots], stop_ids=state.stop_ids[slots]
+    )
     emitted, active = _cut(view, first, jnp.ones((batch,), jnp.int32))
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         cache=cache,
         lengths=state.lengths.at[slots].add(count),
         anchor=state.anchor.at[slots].set(jnp.where(last, first[:, 0], state.anchor[slots])),

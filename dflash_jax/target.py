@@ -44,7 +44,7 @@ class TargetOutput:
 class DecoderLayer(nnx.Module):
     """norm → mixer → residual → norm → SwiGLU → residual."""
 
-    def __init__(self, config: TargetConfig, kind: str, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: TargetConfig, kind: str, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, "dtype": dtype}
         # Residual branches start small, so that deep stacks train from scratch (GPT-2's 1/√(2L)).
         out_std = 0.02 / (2 * config.num_layers) ** 0.5
@@ -53,21 +53,32 @@ class DecoderLayer(nnx.Module):
             self.linear_attn = GatedDeltaNet(config, dtype=dtype, rngs=rngs, out_std=out_std)
         else:
             self.self_attn = Attention(
-                config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
-                eps=config.rms_norm_eps, gated=config.attn_output_gate, zero_centered=config.zero_centered_norm,
-                dtype=dtype, rngs=rngs, out_std=out_std,
+                config.hidden_size,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                eps=config.rms_norm_eps,
+                gated=config.attn_output_gate,
+                zero_centered=config.zero_centered_norm,
+                dtype=dtype,
+                rngs=rngs,
+                out_std=out_std,
             )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs, down_std=out_std)
+        self.mlp = SwiGLU(
+            config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs, down_std=out_std
+        )
 
 
 class Target(nnx.Module):
     """A Qwen3.5/3.6 hybrid or dense Qwen3 decoder; parameter names are Hugging Face's without their prefix."""
 
-    def __init__(self, config: TargetConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: TargetConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(DecoderLayer(config, kind, dtype=dtype, rngs=rngs) for kind in config.layer_types)
+        self.layers = nnx.List(
+            DecoderLayer(config, kind, dtype=dtype, rngs=rngs) for kind in config.layer_types
+        )
         self.norm = RMSNorm(
             config.hidden_size, eps=config.rms_norm_eps, zero_centered=config.zero_centered_norm, dtype=dtype
         )
@@ -133,15 +144,27 @@ class Target(nnx.Module):
                 if config.layer_types[index] == LINEAR:
                     place = len(linear)
                     mixed, update = layer.linear_attn(
-                        normed, rows.valid, rows.ancestors, rows.conv_taps,
-                        context.recurrent[place], context.conv[place],
-                        precise=precise, implementation=implementation,
+                        normed,
+                        rows.valid,
+                        rows.ancestors,
+                        rows.conv_taps,
+                        context.recurrent[place],
+                        context.conv[place],
+                        precise=precise,
+                        implementation=implementation,
                     )
                     linear.append(update)
                 else:
                     mixed, fresh = layer.self_attn(
-                        normed, cos, sin, rows.ancestors, context.pages, len(kv),
-                        context.block_tables, context.lengths, implementation=implementation,
+                        normed,
+                        cos,
+                        sin,
+                        rows.ancestors,
+                        context.pages,
+                        len(kv),
+                        context.block_tables,
+                        context.lengths,
+                        implementation=implementation,
                     )
                     kv.append(fresh)
             x = x + mixed
@@ -154,7 +177,11 @@ class Target(nnx.Module):
 
 
 def _stack_updates(
-    config: TargetConfig, rows: Rows, kv: list[Array], linear: list[DeltaNetUpdate], dtype: jnp.dtype
+    config: TargetConfig,
+    rows: Rows,
+    kv: list[Array],
+    linear: list[DeltaNetUpdate],
+    dtype: jax.typing.DTypeLike,
 ) -> RowUpdates:
     """Stacks the layers' updates as the caches are stacked (an empty stack where a model has no such layer)."""
     shape = rows.tokens.shape

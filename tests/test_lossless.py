@@ -23,7 +23,9 @@ TREE = dataclasses.replace(AR, method="ddtree", tree_budget=16)
 def engine() -> Engine:
     """Random models, whose drafts are mostly wrong: every kind of round happens."""
     target = random_target(3)
-    return Engine(target, random_drafter(target), Tokenizer.from_folder(BUNDLED_TARGET), max_slots=4, prefill_chunk=32)
+    return Engine(
+        target, random_drafter(target), Tokenizer.from_folder(BUNDLED_TARGET), max_slots=4, prefill_chunk=32
+    )
 
 
 def prompts(seed: int = 0) -> list[list[int]]:
@@ -42,8 +44,10 @@ def test_random_models_are_a_fair_test() -> None:
     assert all(len(set(ids)) > 8 for ids in expected())
 
 
-@pytest.mark.parametrize("params", [CHAIN, dataclasses.replace(CHAIN, block_size=3), TREE,
-                                    dataclasses.replace(TREE, tree_budget=1)])
+@pytest.mark.parametrize(
+    "params",
+    [CHAIN, dataclasses.replace(CHAIN, block_size=3), TREE, dataclasses.replace(TREE, tree_budget=1)],
+)
 def test_every_method_equals_autoregressive(params: SamplingParams) -> None:
     results = [engine().generate([prompt], params)[0] for prompt in prompts()]
     assert [r.token_ids for r in results] == expected()
