@@ -96,8 +96,8 @@ def table(rows: list[dict[str, Any]], engine: Engine, batch: int) -> str:
             f"jax {jax.__version__}; tokens/s: a slot's, prefill and compilation left out"
         ),
         (
-            f"{'method':12s} {'nodes':>5s} {'rounds':>7s} {'tau':>6s} {'ms/round':>9s} {'tokens/s':>9s} {'speed-up':>8s} "
-            f"{'same':>7s} {'8-grams':>8s}"
+            f"{'method':12s} {'nodes':>5s} {'rounds':>7s} {'tau':>6s} {'ms/round':>9s} {'tokens/s':>9s} "
+            f"{'speed-up':>8s} {'same':>7s} {'8-grams':>8s}"
         ),
     ]
     for row in rows:
