@@ -2,7 +2,7 @@
 
 A rule sees the target's logits of every row and returns one token a row; the walk then descends while that token is a
 child. A rule that draws each token from the target's exact distribution is lossless whatever the tree holds, because
-a row is reached only if the draws above it led there (sample-and-match; see docs/algorithm.md).
+a row is reached only if the draws above it led there (sample-and-match; see docs/architecture.md).
 """
 
 from typing import Protocol

@@ -183,19 +183,21 @@ def train_draft(
         dispatch, state, frozen, jax.ShapeDtypeStruct((recipe.loop.steps_per_dispatch, batch), jnp.int32)
     )
     say(f"draft: {count:,} parameters, compiled after {clock.elapsed:.0f} s{memory_report(dispatch)}")
+
+    def trained(state: TrainState) -> Drafter:
+        return nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params))
+
     state = fit(
         "draft", state, dispatch, frozen, order.batches, clock, out / "draft_run",
         tokens_per_step=batch * recipe.anchors * (config.block_size - 1), resume=resume, say=say,
+        export=lambda state: save_drafter(out / "drafter", recipe.model, trained(state), dtype=jnp.bfloat16),
     )
-    final = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params)
-    drafter = nnx.merge(graph, final)
-    save_drafter(out / "drafter", recipe.model, drafter, dtype=jnp.bfloat16)
     summary = {
         "steps": int(state.step),
         "epochs": round(int(state.step) / order.steps_per_epoch, 2),
         "parameters": count,
         "answers": len(answers),
-        "heldout": evaluate_draft(drafter, target, heldout, recipe),
+        "heldout": evaluate_draft(trained(state), target, heldout, recipe),
         "seconds": round(clock.elapsed, 1),
     }
     (out / "draft_run" / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

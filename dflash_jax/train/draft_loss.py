@@ -123,26 +123,31 @@ def draft_hidden(
     def dot(spec: str, a: Array, b: Array) -> Array:
         return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
+    def by_head(kv: Float[Array, "B M 2 K d"]) -> tuple[Float[Array, "B H M d"], Float[Array, "B H M d"]]:
+        """Keys and values, repeated for their queries: plain batched products, whatever the grouping."""
+        keys, values = (jnp.repeat(kv[:, :, i].swapaxes(1, 2), heads // kv_heads, axis=1) for i in (0, 1))
+        return keys, values
+
+    blocked = (batch, heads, count, size, dim)
     x = embeddings.reshape(batch, count * size, hidden)
     for index, layer in enumerate(drafter.layers):
         attn = layer.self_attn
         normed = layer.input_layernorm(x)
         q, gate = attn.project_q(normed, *block_rope)
-        q = q.reshape(batch, count, size, kv_heads, heads // kv_heads, dim)
-        own = attn.project_kv(normed, *block_rope).reshape(batch, count, size, 2, kv_heads, dim)
-        context = attn.project_kv(feature, *context_rope)
-        seen = context_mask(anchors, size, width, config.layer_windows[index])
-        logits = jnp.concatenate(
-            [
-                jnp.where(seen[:, :, None, None], dot("bankgd,btkd->bakgnt", q, context[:, :, 0]), -jnp.inf),
-                jnp.where(own_masks[index][0], dot("bankgd,bamkd->bakgnm", q, own[:, :, :, 0]), -jnp.inf),
-            ],
-            axis=-1,
-        )
-        weights = jax.nn.softmax(logits * dim**-0.5, axis=-1).astype(x.dtype)
-        mixed = dot("bakgnt,btkd->bankgd", weights[..., :width], context[:, :, 1])
-        mixed = mixed + dot("bakgnm,bamkd->bankgd", weights[..., width:], own[:, :, :, 1])
-        x = x + attn.output(mixed.astype(x.dtype).reshape(batch, count * size, heads, dim), gate)
+        q = q.swapaxes(1, 2).reshape(blocked)
+        own_keys, own_values = (y.reshape(blocked) for y in by_head(attn.project_kv(normed, *block_rope)))
+        keys, values = by_head(attn.project_kv(feature, *context_rope))
+        seen = context_mask(anchors, size, width, config.layer_windows[index])[:, None]
+        past = jnp.where(seen, dot("bhand,bhtd->bhant", q, keys) * dim**-0.5, -jnp.inf)
+        own = jnp.where(own_masks[index][0], dot("bhand,bhamd->bhanm", q, own_keys) * dim**-0.5, -jnp.inf)
+        # One softmax over both parts without joining them; a row always sees itself, so the peak is finite.
+        peak = jax.lax.stop_gradient(jnp.maximum(past.max(-1), own.max(-1)))[..., None]
+        past, own = jnp.exp(past - peak), jnp.exp(own - peak)
+        total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
+        mixed = dot("bhant,bhtd->bhand", past.astype(x.dtype), values)
+        mixed = (mixed + dot("bhanm,bhamd->bhand", own.astype(x.dtype), own_values)) / total
+        mixed = mixed.astype(x.dtype).reshape(batch, heads, count * size, dim).swapaxes(1, 2)
+        x = x + attn.output(mixed, gate)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return drafter.norm(x).reshape(batch, count, size, hidden)
 

@@ -130,6 +130,7 @@ def fit(
     resume: bool = False,
     say: Callable[[str], None] = print,
     stop_after: int | None = None,
+    export: Callable[[TrainState], None] | None = None,
 ) -> TrainState:
     """Trains to the end of the schedule and leaves a checkpoint; returns the final state.
 
@@ -145,6 +146,8 @@ def fit(
       resume: continue from the newest checkpoint in `out`.
       say: receives one-line reports.
       stop_after: stop (with a checkpoint) once so many steps are done: an interrupted run, for tests.
+      export: called with the trained state before the last checkpoint is written: the weights that a run is for come
+        first.
 
     Raises:
       UserError: the loss is no longer finite.
@@ -200,6 +203,8 @@ def fit(
                 saved = done
             if stop_after is not None and done >= stop_after:
                 break
+    if export is not None and done >= total:
+        export(state)
     if saved != done:
         checkpoint.save(folder, done, (state, jnp.int32(total)))
     return state

@@ -126,10 +126,11 @@ def train_target(
     state = fit(
         "target", state, dispatch, jnp.asarray(stream), lambda step, n: starts[order.batches(step, n)], clock,
         out / "target_run", tokens_per_step=batch * recipe.sequence_length, resume=resume, say=say,
+        export=lambda state: save_target(
+            out / "target", recipe.model, grouped.ungroup(state.params, config), dtype=jnp.bfloat16
+        ),
     )
     loss = evaluate(state.params, config, recipe, heldout, separator)
-    module = grouped.ungroup(state.params, config)
-    save_target(out / "target", recipe.model, module, dtype=jnp.bfloat16)
     summary = {
         "steps": int(state.step),
         "tokens": int(state.step) * batch * recipe.sequence_length,

@@ -1,4 +1,6 @@
-"""Logits of the bundled target as Hugging Face transformers computes them; run as
+"""Logits of the bundled target as Hugging Face transformers computes them.
+
+Run as
 
     python -m tests.goldens.make_bundled
 

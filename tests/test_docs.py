@@ -1,0 +1,258 @@
+"""The documentation is true: its Python runs, its links resolve, its commands parse, its figures are the files'.
+
+A fenced block marked exactly `python` in `docs/*.md` is executed, the blocks of a file one after the other in one
+namespace. Every `python -m …` in a fenced block or in inline code is parsed by the program's own parser, not run.
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+import runpy
+import shlex
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+import dflash_jax
+from dflash_jax import SamplingParams, UserError
+from dflash_jax.config import parse_drafter_config, parse_target_config
+from dflash_jax.engine import Engine
+from dflash_jax.loading import BUNDLED_DRAFTER, BUNDLED_TARGET
+from dflash_jax.request import Method
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.train.settings import RECIPES, load_draft_recipe, load_target_recipe
+from tests.models import random_target
+
+ROOT = Path(__file__).resolve().parents[1]
+CARDS = [BUNDLED_TARGET / "README.md", BUNDLED_DRAFTER / "README.md"]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS, *CARDS]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+_FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"^ {4}(\S.*)$", re.MULTILINE)
+_INLINE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+_COMMAND = re.compile(r"(?:^|[\s/])python3? -m ([\w.]+)([^\n]*)")
+# Programs of others: it is enough that they can be imported.
+_FOREIGN = ("pytest", "venv", "pip")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Language and content of every fenced block."""
+    return [(match[2].strip(), match[3]) for match in _FENCE.finditer(text)]
+
+
+def commands(text: str) -> list[tuple[str, str]]:
+    """Module and arguments of every `python -m` in code."""
+    prose = _FENCE.sub("", text)
+    code = [content for language, content in blocks(text) if language != "python"]
+    code += _INDENTED.findall(prose) + _INLINE.findall(prose)
+    joined = (piece.replace("\\\n", " ") for piece in code)
+    return [(match[1], match[2]) for piece in joined for match in _COMMAND.finditer(piece)]
+
+
+def arguments(rest: str) -> list[str]:
+    """A shell command's arguments, up to a comment, a pipe, a redirection or the next command."""
+    lexer = shlex.shlex(rest, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    found = []
+    for word in lexer:
+        if set(word) <= set("|&;<>()"):
+            break
+        found.append(word)
+    return found
+
+
+class Parsed(BaseException):
+    """Raised in place of running a program: its arguments were accepted. Holds the flags that the program knows."""
+
+    def __init__(self, flags: set[str]):
+        super().__init__()
+        self.flags = flags
+
+
+def parse_command(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Starts `python -m module words` up to the end of argument parsing; returns the flags it knows."""
+    own = argparse.ArgumentParser.parse_args
+
+    def parse(self: argparse.ArgumentParser, args: list[str] | None = None, namespace: object = None) -> None:
+        self.allow_abbrev = False  # a flag that is only the beginning of one is a mistake in a page
+        own(self, args, namespace)
+        raise Parsed(set(self._option_string_actions))
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        patch.setattr(sys, "argv", [module, *words])
+        with pytest.raises(Parsed) as parsed:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return parsed.value.flags
+
+
+COMMANDS = sorted({(name_of(page), *command) for page in PAGES for command in commands(page.read_text())})
+
+
+@pytest.mark.parametrize(("page", "module", "rest"), COMMANDS)
+def test_commands_parse(page: str, module: str, rest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert importlib.util.find_spec(module) is not None, f"{page}: no module {module}"
+    words = arguments(rest)
+    # Without arguments it is a mention, and "STAGE" stands for what the page lists below it.
+    if words and words != ["STAGE"] and module not in _FOREIGN:
+        parse_command(module, words, monkeypatch)
+
+
+def test_flags_in_the_prose_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = parse_command("convert", ["a", "b"], monkeypatch) | parse_command(
+        "dflash_jax.train", ["draft"], monkeypatch
+    )
+    for module in ("dflash_jax.generate", "benchmarks.acceptance"):
+        known |= parse_command(module, [], monkeypatch)
+    for page in [*DOCS, *CARDS]:
+        for code in _INLINE.findall(_FENCE.sub("", page.read_text())):
+            flag = re.match(r"--[a-z][\w-]*", code)
+            assert flag is None or flag[0] in known, f"{name_of(page)}: no program has {flag[0]}"
+
+
+def test_the_parser_check_sees_wrong_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for module, words in (
+        ("dflash_jax.train", ["bundled", "--no-such-flag"]),
+        ("dflash_jax.train", ["bundled", "--resum"]),
+        ("dflash_jax.train", ["no-such-stage"]),
+        ("dflash_jax.generate", ["--prompt", "x", "--method", "magic"]),
+        ("benchmarks.acceptance", ["--limit", "many"]),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            parse_command(module, words, monkeypatch)
+        assert stopped.value.code == 2
+    capsys.readouterr()
+    assert arguments(" a --b 'c d' | tee x") == ["a", "--b", "c d"]
+    assert arguments(" a  # why") == ["a"]
+    text = (
+        "Say `python -m one --x` or\n\n    .venv/bin/python -m two\n\n```sh\npython -m three \\\n  --y\n```\n"
+    )
+    assert [module for module, _ in commands(text)] == ["three", "two", "one"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_resolve(page: Path) -> None:
+    text = _FENCE.sub("", page.read_text())
+    for link in _LINK.findall(text):
+        if "://" in link or link.startswith(("#", "mailto:")):
+            continue
+        target = page.parent / link.partition("#")[0]
+        assert target.exists(), f"{name_of(page)}: {link} leads nowhere"
+        assert target.resolve().is_relative_to(ROOT), f"{name_of(page)}: {link} leaves the repository"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in DOCS if any(kind == "python" for kind, _ in blocks(page.read_text()))],
+    ids=name_of,
+)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": "__docs__"}
+    for number, (kind, code) in enumerate(blocks(page.read_text()), 1):
+        if kind == "python":
+            exec(compile(code, f"{name_of(page)}, block {number}", "exec"), namespace)
+
+
+# --- what architecture.md says of errors ---------------------------------------------------------------------------
+
+
+def method_without_drafter(method: Method) -> str:
+    engine = Engine(random_target(1), None, Tokenizer.from_folder(BUNDLED_TARGET))
+    return engine.method_of(SamplingParams(method=method))
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        lambda: SamplingParams(temperature=0.7),
+        lambda: dflash_jax.load(tp=2),
+        lambda: method_without_drafter("mtp"),
+        lambda: method_without_drafter("ddtree"),
+        lambda: parse_target_config({"model_type": "llama"}),
+        lambda: parse_drafter_config({"architectures": ["DFlash2DraftModel"]}),
+    ],
+)
+def test_limits_quote_the_real_errors(cause: Callable[[], object]) -> None:
+    with pytest.raises(UserError) as caught:
+        cause()
+    message = str(caught.value).removeprefix("config.json: ")
+    assert f"`{message}`" in ARCHITECTURE.read_text()
+
+
+# --- what the model cards say of the files -------------------------------------------------------------------------
+
+
+def parameters(folder: Path) -> int:
+    count = 0
+    with safe_open(folder / "model.safetensors", "np") as file:
+        for name in file.keys():  # noqa: SIM118 - the file object is no mapping
+            size = 1
+            for length in file.get_slice(name).get_shape():
+                size *= length
+            count += size
+    return count
+
+
+def test_cards_state_the_recipes_and_weights_that_ship() -> None:
+    target = load_target_recipe(RECIPES / "bundled_target.json")
+    draft = load_draft_recipe(RECIPES / "bundled_draft.json")
+    one, two = (card.read_text() for card in CARDS)
+    assert target.loop.steps is not None and draft.loop.steps is not None  # nothing depends on the clock
+    tokens = target.loop.steps * target.loop.batch * target.sequence_length
+    for said in (
+        f" {parameters(BUNDLED_TARGET):,},",
+        f"{target.loop.steps:,} steps of {target.loop.batch} windows",
+        f"{tokens / 1e6:.1f}M tokens",
+        f"peak rate {target.optimizer.peak_lr}",
+        f"{target.corpus.heldout_tokens:,} tokens",
+    ):
+        assert said in one
+    for said in (
+        f" {parameters(BUNDLED_DRAFTER):,},",
+        f"{draft.loop.steps:,} steps of {draft.loop.batch} answers (6.6 epochs), {draft.anchors}\n",
+        f"{draft.optimizer.peak_lr}, {draft.optimizer.warmup_steps} steps of warm-up",
+        f"cut at {draft.responses.max_new_tokens}",
+    ):
+        assert said in two
+    assert round(draft.loop.steps / (32_712 // draft.loop.batch), 1) == 6.6
+    assert target.loop.steps % target.loop.steps_per_dispatch == 0
+    assert draft.loop.steps % draft.loop.steps_per_dispatch == 0
+    for recipe, folder in ((target, BUNDLED_TARGET), (draft, BUNDLED_DRAFTER)):
+        assert recipe.model == json.loads((folder / "config.json").read_text())
+    assert draft.responses.max_seconds is None
+
+
+@pytest.mark.parametrize("card", CARDS, ids=name_of)
+def test_cards_have_a_header(card: Path) -> None:
+    head = card.read_text().split("---\n")
+    assert head[0] == ""
+    assert "license: apache-2.0" in head[1].splitlines()
+
+
+def test_depth_tables_agree_with_tau() -> None:
+    """τ = 1 + Σ over depths of the share of rounds that reached it."""
+    text = CARDS[1].read_text()
+    taus = [
+        float(x)
+        for x in re.findall(r"^\| d\w+, \d+ nodes \|.* (\d+\.\d\d) \| \d+/\d+ \|$", text, re.MULTILINE)
+    ]
+    rows = re.findall(r"^\| d[\w, ]+ \|((?: \.\d\d \|){15})$", text, re.MULTILINE)
+    sums = [1 + sum(float(x) for x in re.findall(r"\.\d\d", row)) for row in rows]
+    assert len(taus) == len(sums) == 5
+    assert taus == pytest.approx(sums, abs=0.08)
