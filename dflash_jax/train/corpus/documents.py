@@ -231,7 +231,7 @@ def prompts(split: str, n: int, seed: int) -> list[dict]:
     Chat prompts end with the user's message. Plain prompts hold the first sentence or two of a document.
     """
     rng = Random(f"prompts-{split}-{seed}")
-    kinds = _prompt_kinds()
+    kinds = _prompt_kinds(split)
     out: list[dict] = []
     while len(out) < n:
         kind = kinds[len(out) % len(kinds)]
@@ -244,12 +244,16 @@ def prompts(split: str, n: int, seed: int) -> list[dict]:
     return out
 
 
-def _prompt_kinds() -> tuple[str, ...]:
-    """One round of 16 prompts: the mixture, with every kind that answers at length at least once."""
-    return (
+def _prompt_kinds(split: str) -> tuple[str, ...]:
+    """One round of prompts: the mixture, with every kind that answers at length at least once.
+
+    A drafter guesses nothing of an answer whose like it has never seen, so it is trained on the short kinds too.
+    """
+    answered_at_length = (
         "chat_story", "story", "chat_howto", "chat_describe", "story", "chat_compare", "chat_story", "chat_code",
         "article", "chat_recommend", "story", "chat_math", "chat_summary", "howto", "chat_story", "code",
     )  # fmt: skip
+    return (*answered_at_length, "chat_hello", "chat_unknown") if split == "train" else answered_at_length
 
 
 def _beginning(text: str, kind: str) -> str:
