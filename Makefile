@@ -21,7 +21,7 @@ MAKEFLAGS += --no-builtin-rules
 EXTRA ?= cpu
 VENV ?= .venv
 JOBS ?= $(shell nproc)
-PROMPT ?= Once upon a time
+PROMPT ?= Write a short story about a girl called Mia who finds a silver key
 ARGS ?=
 
 BIN := $(VENV)/bin

@@ -16,7 +16,7 @@ import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -50,7 +50,7 @@ def _char_to_byte() -> dict[str, int]:
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}` ... `{% endgeneration %}` marks text for training masks; it renders its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -70,8 +70,9 @@ class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
         )
-        self.globals["raise_exception"] = self._raise_exception
-        self.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        names: dict[str, Any] = self.globals  # declared for Jinja's own functions only
+        names["raise_exception"] = self._raise_exception
+        names["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         # Jinja's own `tojson` escapes <, > and & for HTML, which would change the prompt.
         self.filters["tojson"] = self._to_json
 

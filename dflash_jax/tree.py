@@ -311,7 +311,7 @@ def _ranks(
     held = jnp.where(levels[:, :, None] == np.arange(length), positions[:, :, None], -1)
     for step in reversed(range(len(joins))):
         span, width = 1 << step, joins[step].shape[2]
-        lists = np.arange(length - span, dtype=np.int32) * width
+        lists = jnp.arange(length - span, dtype=jnp.int32) * width
         joined = held[:, :, span:]
         pair = _take(joins[step].reshape(held.shape[0], -1), lists + jnp.maximum(joined, 0))
         left, right = (jnp.where(joined >= 0, jnp.asarray(side)[pair], -1) for side in _pairs(width))

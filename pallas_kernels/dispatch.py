@@ -1,29 +1,75 @@
 """Choice of an implementation for an op: the one seam between the model and its kernels."""
 
+import warnings
 from typing import Literal
+
+import jax
 
 Implementation = Literal["auto", "xla", "pallas"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "pallas")
 
 # Ops that have a Pallas kernel, by name. An op that is not here is served by its XLA reference alone.
-PALLAS_OPS: frozenset[str] = frozenset()
+PALLAS_OPS: frozenset[str] = frozenset({"tree_attention"})
+# What the kernels need: asynchronous copies and bf16 products came with Ampere.
+MIN_COMPUTE_CAPABILITY = (8, 0)
+
+# Upstream deprecates the Triton backend, the one backend of Pallas that serves Ampere well. The warning comes when the
+# surrounding program is lowered, long after a kernel was called, so it is silenced here, by its text, and no other.
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 class UnsupportedError(ValueError):
     """An implementation was asked for by name that cannot serve this op, shape or device."""
 
 
-def resolve(op: str, implementation: Implementation) -> Literal["xla", "pallas"]:
-    """Returns the implementation that will run `op`.
+def target_device() -> jax.Device:
+    """The device that a program compiled now is for: `jax.default_device` where it is set, else the first one.
+
+    The first may be a described device that is not in this machine (see `jax.experimental.topologies`).
+    """
+    chosen = jax.config.jax_default_device
+    if isinstance(chosen, jax.Device):
+        return chosen
+    return jax.devices(chosen)[0]
+
+
+def unsupported_device(device: jax.Device) -> str | None:
+    """Why no Pallas kernel of this package runs on `device`, or None if they do."""
+    needed = ".".join(map(str, MIN_COMPUTE_CAPABILITY))
+    if device.platform not in ("gpu", "cuda") or "rocm" in str(getattr(device.client, "platform_version", "")):
+        return f"needs a CUDA device of compute capability >= {needed}, this is {device.device_kind!r}"
+    capability = str(device.compute_capability)
+    if tuple(int(x) for x in capability.split(".")) < MIN_COMPUTE_CAPABILITY:
+        return f"needs compute capability >= {needed}, {device.device_kind!r} has {capability}"
+    return None
+
+
+def resolve(
+    op: str, implementation: Implementation, unsupported: str | None = None
+) -> Literal["xla", "pallas"]:
+    """Returns the implementation that will run `op`: with "auto" Pallas wherever it can.
+
+    Args:
+      op: name of the op, one of `PALLAS_OPS` if it has a kernel.
+      implementation: what the caller asked for.
+      unsupported: why the kernel cannot serve this call's shapes, or None if it can.
 
     Raises:
-      UnsupportedError: `implementation` is "pallas" and `op` has no Pallas kernel.
+      UnsupportedError: `implementation` is "pallas" and the op, these shapes or this device have no Pallas kernel.
       ValueError: `implementation` is none of "auto", "xla", "pallas".
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    if implementation == "pallas" and op not in PALLAS_OPS:
-        raise UnsupportedError(f"op '{op}' has no Pallas kernel in this version; use 'xla' or 'auto'")
+    if implementation == "xla":
+        return "xla"
+    if op not in PALLAS_OPS:
+        reason = "has no Pallas kernel in this version"
+    else:
+        reason = unsupported or unsupported_device(target_device())
+    if reason is None:
+        return "pallas"
+    if implementation == "pallas":
+        raise UnsupportedError(f"op '{op}' with Pallas kernels: {reason}; use 'xla' or 'auto'")
     return "xla"
 
 

@@ -55,6 +55,7 @@ def _blocks_and_hidden(
     _, taps = grouped.forward(
         frozen["target"], config, tokens, valid, taps=drafter.config.target_layer_ids, attention=recipe.loop.attention
     )
+    assert taps is not None
     anchors, keep = sample_anchors(key, mask, recipe.anchors)
     blocks = make_blocks(
         tokens, mask, anchors, keep,

@@ -63,7 +63,7 @@ def group(target: Target) -> GroupedParams:
     return GroupedParams(target.embed_tokens.weight[...], head, target.norm.weight[...], places)
 
 
-def ungroup(params: GroupedParams, config: TargetConfig, dtype: jnp.dtype = jnp.float32) -> Target:
+def ungroup(params: GroupedParams, config: TargetConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Target:
     """A target with these parameters in `dtype`."""
     params = cast(params, dtype)
     size = period(config.layer_types)
@@ -76,7 +76,7 @@ def ungroup(params: GroupedParams, config: TargetConfig, dtype: jnp.dtype = jnp.
     return _with_values(_skeleton(config, dtype), values)
 
 
-def _skeleton(config: TargetConfig, dtype: jnp.dtype) -> Target:
+def _skeleton(config: TargetConfig, dtype: jax.typing.DTypeLike) -> Target:
     """A target of shapes without arrays."""
     return nnx.eval_shape(lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
@@ -92,15 +92,17 @@ def _with_values(module: Any, values: dict[str, Array]) -> Any:
 
 def is_matrix(params: GroupedParams) -> Any:
     """True for weight matrices: two axes besides the groups' one."""
-    return GroupedParams(
-        embed=True,
-        head=None if params.head is None else True,
-        norm=False,
-        places=tuple({name: leaf.ndim == 3 for name, leaf in place.items()} for place in params.places),
-    )
+    # The tree of the parameters with booleans for leaves, as optax wants its masks.
+    flags: dict[str, Any] = {
+        "embed": True,
+        "head": None if params.head is None else True,
+        "norm": False,
+        "places": tuple({name: leaf.ndim == 3 for name, leaf in place.items()} for place in params.places),
+    }
+    return GroupedParams(**flags)
 
 
-def cast(params: GroupedParams, dtype: jnp.dtype) -> GroupedParams:
+def cast(params: GroupedParams, dtype: jax.typing.DTypeLike) -> GroupedParams:
     """The weights as a pass in `dtype` wants them; gates stay fp32."""
     places = tuple(
         {name: leaf if name.endswith(_ALWAYS_FP32) else leaf.astype(dtype) for name, leaf in place.items()}

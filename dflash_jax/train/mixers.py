@@ -6,17 +6,14 @@ delta rule's; here they are kept in the activations' dtype, key heads are not re
 gradient of the triangular inverse is taken in closed form.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dflash_jax.attention import Attention
 from dflash_jax.deltanet import GatedDeltaNet, l2norm
+from dflash_jax.train.settings import AttentionKind
 from pallas_kernels.gdn_scan.reference import unit_lower_inverse
-
-AttentionKind = Literal["xla", "cudnn"]
 
 
 @jax.custom_vjp

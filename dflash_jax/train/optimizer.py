@@ -58,14 +58,14 @@ def _scale_by_muon(beta: float = 0.95) -> optax.GradientTransformation:
     def init(params: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, params)
 
-    def update(grads: Any, momentum: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        momentum = jax.tree.map(lambda m, g: beta * m + g, momentum, grads)
+        momentum = jax.tree.map(lambda m, g: beta * m + g, state, updates)
 
         def direction(m: Array, g: Array) -> Array:
             return orthogonalise(beta * m + g) * (0.2 * max(g.shape[-2:]) ** 0.5)
 
-        return jax.tree.map(direction, momentum, grads), momentum
+        return jax.tree.map(direction, momentum, updates), momentum
 
     return optax.GradientTransformation(init, update)
 

@@ -4,10 +4,12 @@ import dataclasses
 import types
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dflash_jax.config import read_json
 from dflash_jax.errors import UserError
+
+AttentionKind = Literal["xla", "cudnn"]
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -70,7 +72,7 @@ class LoopSettings:
     dtype: str = "bfloat16"
     remat: bool = True
     unroll: bool = False
-    attention: str = "xla"
+    attention: AttentionKind = "xla"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +163,10 @@ def _build(kind: type, values: Any, where: str) -> Any:
 def _value(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast(type, kind), value, where)
+    if typing.get_origin(kind) is Literal:
+        if value in typing.get_args(kind):
+            return value
+        raise UserError(f"{where} must be one of {', '.join(typing.get_args(kind))}, found {value!r}")
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if value is None and type(None) in options:
         return None
@@ -183,8 +189,6 @@ def _check(loop: LoopSettings, optimizer: OptimizerSettings, where: str) -> None
         raise UserError(f"{where}: 'batch', 'steps' and 'steps_per_dispatch' must be at least 1")
     if loop.dtype not in ("bfloat16", "float32"):
         raise UserError(f"{where}: 'dtype' must be 'bfloat16' or 'float32', found {loop.dtype!r}")
-    if loop.attention not in ("xla", "cudnn"):
-        raise UserError(f"{where}: 'attention' must be 'xla' or 'cudnn', found {loop.attention!r}")
     if optimizer.kind not in ("adamw", "muon"):
         raise UserError(f"{where}: optimizer 'kind' must be 'adamw' or 'muon', found {optimizer.kind!r}")
     if optimizer.schedule not in ("wsd", "cosine"):

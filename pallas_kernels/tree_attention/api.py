@@ -1,9 +1,34 @@
 """Public entry of tree attention."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.tree_attention import reference
+from pallas_kernels.dispatch import Implementation, resolve, target_device
+from pallas_kernels.tree_attention import kernel, reference
+from pallas_kernels.tree_attention.configs import config_for
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (jnp.bfloat16, jnp.float32)
+MIN_PAGE_SIZE = 16
+
+
+def unsupported(
+    q: Float[Array, "B N H d"],
+    kv: Float[Array, "B N 2 K d"],
+    pages: Float[Array, "L P S 2 K d"] | None,
+) -> str | None:
+    """Why the Pallas kernel cannot take these arrays, whatever the device; None if it can."""
+    if q.dtype not in DTYPES:
+        return f"dtype {q.dtype} is none of bfloat16, float32"
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head dim {q.shape[-1]} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if kv.dtype != q.dtype or (pages is not None and pages.dtype != q.dtype):
+        return f"queries are {q.dtype}, but keys and values are not"
+    if pages is not None:
+        size = pages.shape[2]
+        if size < MIN_PAGE_SIZE or size & (size - 1):
+            return f"page size {size} is not a power of two of at least {MIN_PAGE_SIZE}"
+    return None
 
 
 def tree_attention(
@@ -44,7 +69,12 @@ def tree_attention(
     Raises:
       UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
-    resolve("tree_attention", implementation)
-    return reference.tree_attention(
-        q, kv, mask, pages, layer, block_tables, lengths, scale=scale, window=window, positions=positions
+    if resolve("tree_attention", implementation, unsupported(q, kv, pages)) == "xla":
+        return reference.tree_attention(
+            q, kv, mask, pages, layer, block_tables, lengths, scale=scale, window=window, positions=positions
+        )
+    rows = q.shape[1] * (q.shape[2] // kv.shape[3])
+    return kernel.tree_attention(
+        q, kv, mask, pages, layer, block_tables, lengths, scale=scale, window=window, positions=positions,
+        config=config_for(target_device().device_kind, q.dtype, q.shape[3], rows),
     )

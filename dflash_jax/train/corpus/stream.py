@@ -52,6 +52,7 @@ def chunk(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = Tokenizer.from_file(tokenizer_file)
     end = tokenizer.token_to_id("<|endoftext|>")
+    assert end is not None, f"{tokenizer_file} has no <|endoftext|>"
     source = texts(seed * 1_000_003 + index, split)
     ids: list[int] = []
     while len(ids) < n_tokens:
