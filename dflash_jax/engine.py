@@ -297,6 +297,8 @@ class Engine:
                 if update.finish_reason is None:
                     running[slot] = request
                 else:
+                    # Stopped by what only the host sees (a stop string): the device must not go on in pages given back.
+                    state = self.programs.release(state, np.arange(slots) == slot)
                     pool.release(request.pages)
                 yield request.index, self._chunk(request, update, spec, compiled_before)
             if running:

@@ -106,7 +106,8 @@ def draft(
     with jax.named_scope("draft_context"):
         positions = start[:, None] + order
         fresh = drafter.context_kv(state.taps, positions)
-        valid = order < state.num_taps[:, None]
+        # A slot that has ended may still hold taps, and its pages may be another request's by now.
+        valid = state.active[:, None] & (order < state.num_taps[:, None])
         draft_kv = write_pages(state.cache.draft_kv, fresh, state.block_tables, positions, valid)
     with jax.named_scope("draft_block"):
         masks = jnp.full(
@@ -204,6 +205,10 @@ def speculative_round(
         taps = drafter.config.target_layer_ids
     elif spec.budget:
         raise ValueError("a round with a tree needs a drafter")
+    elif state.taps is not None:
+        raise ValueError(
+            "a round without a tree would leave holes in the draft KV of a state that keeps taps"
+        )
     else:
         tree = root_only_tree(state.anchor)
     with jax.named_scope("verify"):

@@ -239,8 +239,10 @@ def _take(values: Int[Array, "B M"], index: Int[Array, "B ..."]) -> Int[Array, "
 
 def _costs(scores: Float[Array, "B L K"]) -> Int[Array, "B L K"]:
     """Nats to integer costs; NaN and whatever is not above -1024 nats become impossible."""
-    units = jnp.round(-jnp.minimum(scores.astype(jnp.float32), 0.0) * _UNITS_PER_NAT)
-    return jnp.where(scores > -_IMPOSSIBLE / _UNITS_PER_NAT, units, _IMPOSSIBLE).astype(jnp.int32)
+    possible = scores > -_IMPOSSIBLE / _UNITS_PER_NAT
+    units = jnp.round(jnp.where(possible, -jnp.minimum(scores.astype(jnp.float32), 0.0), 0.0) * _UNITS_PER_NAT)
+    # Integers before the choice: fp32 would round the bound up, and two of it would leave int32.
+    return jnp.where(possible, units.astype(jnp.int32), _IMPOSSIBLE)
 
 
 def _join(left: Int[Array, "..."], right: Int[Array, "..."]) -> Int[Array, "..."]:

@@ -101,6 +101,22 @@ def test_stop_token_anywhere_in_a_block() -> None:
         model.config = original
 
 
+def test_a_request_that_its_first_token_stops_leaves_its_slot_at_rest() -> None:
+    """Only the host sees a stop string. A slot that kept decoding would write into the next request's pages."""
+    fresh = Engine(engine().target, None, engine().tokenizer, max_slots=4, prefill_chunk=32)
+    rng = np.random.default_rng(5)
+    short = [rng.integers(0, VOCAB, 3).tolist() for _ in range(3)] + [prompts()[3]]
+    word = engine().tokenizer.decode(expected()[3][:1])
+    assert word
+    params = [AR] * 3 + [dataclasses.replace(AR, stop=(word,), max_new_tokens=200)]
+    stopped = fresh.generate(short, params)[3]
+    assert (stopped.finish_reason, stopped.stop, stopped.text) == ("stop", word, "")
+    assert not any(np.asarray(state.active).any() for state in fresh._states.values())
+    long = [rng.integers(0, VOCAB, 250).tolist(), *prompts()[:2]]
+    alone = [engine().generate([p], AR)[0].token_ids for p in long]
+    assert [r.token_ids for r in fresh.generate(long, AR)] == alone
+
+
 def test_stream_equals_generate() -> None:
     chunks = list(engine().stream(prompts()[4], TREE))
     assert [i for chunk in chunks for i in chunk.token_ids] == expected()[4]

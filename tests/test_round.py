@@ -198,6 +198,8 @@ def test_draft_writes_accepted_rows_only() -> None:
         anchor=zeros, taps=features, num_taps=jnp.asarray([3, 3], jnp.int32), active=jnp.ones((2,), bool),
         remaining=zeros, stop_ids=jnp.full((2, 1), -1), histogram=jnp.zeros((2, 9), jnp.int32),
     )  # fmt: skip
+    idle, _ = draft(model, drafter, dataclasses.replace(state, active=jnp.zeros((2,), bool)), RoundSpec(7, 8))
+    assert np.isnan(np.asarray(idle)).all()  # taps of a slot that has ended are nobody's context
     pages, log_probs = draft(model, drafter, state, RoundSpec(7, 8))
     written = np.isfinite(np.asarray(pages)).all(axis=(0, 3, 4, 5))
     expected = np.zeros((PAGES, PAGE), bool)

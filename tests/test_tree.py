@@ -369,3 +369,11 @@ def test_tree_is_a_pytree_with_a_static_depth():
     tree = root_only(jnp.array([1]))
     assert len(jax.tree.leaves(tree)) == 5
     assert isinstance(jax.jit(functools.partial(jax.tree.map, lambda x: x))(tree), Tree)
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.nan, -1e9])
+@pytest.mark.parametrize(("policy", "budget"), [(SpineFirst(), 7), (SpineFirst(), 30), (BestFirst(), 30)])
+def test_marginals_without_a_possible_token_give_the_anchor_alone(value, policy, budget):
+    """Costs of several impossible depths add up without wrapping around."""
+    tree = build_tree(jnp.array([5]), jnp.full((1, 7, 16), value, jnp.float32), budget, policy)
+    np.testing.assert_array_equal(np.asarray(tree.valid[0]), np.arange(budget + 1) == 0)
