@@ -14,7 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.config import TargetConfig
 from dflash_jax.layers import Linear
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gdn_mixer import gated_norm, gdn_front
+from pallas_kernels.gdn_mixer.reference import convolve, l2norm
 from pallas_kernels.gdn_scan import chunk_delta_rule, tree_delta_rule
+
+__all__ = ["DeltaNetUpdate", "DepthwiseConv", "GatedDeltaNet", "GatedNorm", "l2norm"]
 
 
 @struct.dataclass
@@ -26,12 +30,6 @@ class DeltaNetUpdate:
     keys: Float[Array, "B N Hk dk"] | None = None
     innovations: Float[Array, "B N Hv dv"] | None = None
     path_decay: Float[Array, "B N Hv"] | None = None
-
-
-def l2norm(x: Float[Array, "... d"], eps: float = 1e-6) -> Float[Array, "... d"]:
-    """x / ‖x‖ in fp32, eps inside the root and on the sum (not the mean)."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
 
 class DepthwiseConv(nnx.Module):
@@ -50,11 +48,14 @@ class GatedNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((features,), jnp.float32))
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "... d"], z: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """Norms x over its last axis and gates it; fp32 inside, z's dtype outside."""
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps) * self.weight[...]
-        return (y * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
+    def __call__(
+        self, x: Float[Array, "... d"], z: Float[Array, "... d"], *, implementation: Implementation = "xla"
+    ) -> Float[Array, "... d"]:
+        """Norms x over its last axis and gates it; fp32 inside, z's dtype outside.
+
+        XLA unless asked: training calls this module by itself, and the kernel has no gradient.
+        """
+        return gated_norm(x, z, self.weight[...], eps=self.eps, implementation=implementation)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -93,17 +94,7 @@ class GatedDeltaNet(nnx.Module):
 
         taps[b, i, j] is the row of the (j+1)-th ancestor of row i, or −m for the m-th last input of the window.
         """
-        weight = self.conv1d.weight[...][:, 0].astype(jnp.float32)  # [C, K]; the last tap is the row itself
-        rows, width = inputs.shape[1], window.shape[1]
-        past = jnp.concatenate([window, inputs], axis=1)
-        total = inputs.astype(jnp.float32) * weight[:, -1]
-        for j in range(width):
-            if taps is None:
-                earlier = jax.lax.slice_in_dim(past, width - 1 - j, width - 1 - j + rows, axis=1)
-            else:
-                earlier = jnp.take_along_axis(past, (taps[:, :, j] + width)[..., None], axis=1)
-            total = total + earlier.astype(jnp.float32) * weight[:, width - 1 - j]
-        return jax.nn.silu(total).astype(inputs.dtype)
+        return convolve(inputs, window, taps, self.conv1d.weight[...])
 
     def __call__(
         self,
@@ -111,9 +102,10 @@ class GatedDeltaNet(nnx.Module):
         valid: Bool[Array, "B N"],
         ancestors: Bool[Array, "B N N"] | None,
         conv_taps: Int[Array, "B N W"] | None,
-        state: Float[Array, "B Hv dk dv"],
+        state: Float[Array, "B Hv dk dv"] | Float[Array, "L B Hv dk dv"],
         window: Float[Array, "B W C"],
         *,
+        layer: int | None = None,
         precise: bool = True,
         implementation: Implementation = "auto",
     ) -> tuple[Float[Array, "B N D"], DeltaNetUpdate]:
@@ -124,7 +116,9 @@ class GatedDeltaNet(nnx.Module):
           valid: padding rows are False; they leave the state untouched.
           ancestors: ancestor-or-self mask of tree rows, or None for causal rows.
           conv_taps: see `convolve`; None exactly when `ancestors` is.
-          state, window: this layer's committed state and raw inputs.
+          state, window: this layer's committed state and raw inputs; or the states of all layers with `layer` naming
+            this one, which spares tree rows a copy of the state.
+          layer: see `state`.
           precise: see `chunk_delta_rule`.
         """
         batch, rows = x.shape[:2]
@@ -132,30 +126,23 @@ class GatedDeltaNet(nnx.Module):
         x = jnp.where(valid[..., None], x, 0)
         inputs = self.in_proj_qkv(x)
         z = self.in_proj_z(x).reshape(batch, rows, self.value_heads, self.value_dim)
-        strength = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
-        decay = -jnp.exp(self.A_log[...]) * jax.nn.softplus(
-            self.in_proj_a(x).astype(jnp.float32) + self.dt_bias[...]
+        q, k, v, strength, decay = gdn_front(
+            inputs, window, conv_taps, self.conv1d.weight[...], self.in_proj_b(x), self.in_proj_a(x),
+            self.A_log[...], self.dt_bias[...], valid,
+            key_heads=self.key_heads, key_dim=self.key_dim, implementation=implementation,
         )
-        strength = jnp.where(valid[..., None], strength, 0.0)
-        decay = jnp.where(valid[..., None], decay, 0.0)
-
-        mixed = self.convolve(inputs, window, conv_taps)
-        width = self.key_heads * self.key_dim
-        shape = (batch, rows, self.key_heads, self.key_dim)
-        q = l2norm(mixed[..., :width].reshape(shape))
-        k = l2norm(mixed[..., width : 2 * width].reshape(shape))
-        v = mixed[..., 2 * width :].reshape(batch, rows, self.value_heads, self.value_dim).astype(jnp.float32)
 
         update = DeltaNetUpdate(conv_inputs=inputs)
         if ancestors is None:
+            own = state if layer is None else state[layer]
             out, final = chunk_delta_rule(
-                q, k, v, strength, decay, state, precise=precise, implementation=implementation
+                q, k, v, strength, decay, own, precise=precise, implementation=implementation
             )
             update = dataclasses.replace(update, final_state=final)
         else:
             out, fresh, total = tree_delta_rule(
-                q, k, v, strength, decay, state, ancestors, implementation=implementation
+                q, k, v, strength, decay, state, ancestors, layer=layer, implementation=implementation
             )
             update = dataclasses.replace(update, keys=k, innovations=fresh, path_decay=total)
-        mixed = self.norm(out, z).reshape(batch, rows, -1)
+        mixed = self.norm(out, z, implementation=implementation).reshape(batch, rows, -1)
         return self.out_proj(mixed), update

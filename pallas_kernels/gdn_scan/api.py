@@ -2,13 +2,38 @@
 
 Recurrence of one head, fp32, with state S [dk, dv]:
     S ← e^g S;  u = β (v − Sᵀ k);  S ← S + k uᵀ;  o = Sᵀ q / √dk
-Value head j uses key head j // (Hv / Hk). Keys and queries come l2-normalised.
+Value head j uses key head j // (Hv / Hk). Keys and queries come l2-normalised, in fp32 or bf16 as the model is; the
+arithmetic, the state and all results are fp32.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.gdn_scan import reference
+from pallas_kernels.dispatch import Implementation, resolve, target_device
+from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, reference, tree_kernel
+from pallas_kernels.gdn_scan.configs import table_for
+
+DTYPES = (jnp.bfloat16, jnp.float32)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 128
+
+
+def unsupported(
+    k: Float[Array, "... Hk dk"], v: Float[Array, "... Hv dv"], *, rows: int = 1
+) -> str | None:
+    """Why the Pallas kernels cannot take these keys and values, whatever the device; None if they can.
+
+    Args:
+      k, v: keys, and values or innovations.
+      rows: what must fit one matrix: the rows of a tree, the length of a path.
+    """
+    if k.dtype not in DTYPES:
+        return f"keys of dtype {k.dtype}, which is none of bfloat16, float32"
+    for name, dim in (("key", k.shape[-1]), ("value", v.shape[-1])):
+        if dim & (dim - 1) or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+            return f"{name} head dim {dim} is not a power of two in {MIN_HEAD_DIM}...{MAX_HEAD_DIM}"
+    if rows > tree_kernel.MAX_ROWS:
+        return f"{rows} rows are more than {tree_kernel.MAX_ROWS}"
+    return None
 
 
 def chunk_delta_rule(
@@ -25,17 +50,22 @@ def chunk_delta_rule(
 ) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B Hv dk dv"]]:
     """N causal rows from an initial state: outputs and the state after the last row.
 
-    Rows with β = 0 and g = 0 leave the state untouched (padding). Everything is fp32.
+    Rows with β = 0 and g = 0 leave the state untouched (padding).
 
     Args:
       q: queries; k: keys; v: values; beta: write strengths in (0, 1); g: log decays, at most 0.
       state: state before the first row.
-      chunk: rows handled at once.
-      precise: fp32 products throughout; False lets a GPU use TF32 (training).
+      chunk: rows that XLA handles at once; the Pallas kernels have their own in their configs.
+      precise: fp32 products throughout in XLA; False lets a GPU use TF32 (training).
       implementation: "auto", "xla" or "pallas".
+
+    Raises:
+      UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
-    resolve("gdn_scan", implementation)
-    return reference.chunk_delta_rule(q, k, v, beta, g, state, chunk=chunk, precise=precise)
+    if resolve("gdn_scan", implementation, unsupported(k, v)) == "xla":
+        return reference.chunk_delta_rule(q, k, v, beta, g, state, chunk=chunk, precise=precise)
+    config = table_for(target_device().device_kind, k.dtype).chunk
+    return chunk_kernel.chunk_delta_rule(q, k, v, beta, g, state, config=config)
 
 
 def tree_delta_rule(
@@ -44,21 +74,41 @@ def tree_delta_rule(
     v: Float[Array, "B N Hv dv"],
     beta: Float[Array, "B N Hv"],
     g: Float[Array, "B N Hv"],
-    state: Float[Array, "B Hv dk dv"],
+    state: Float[Array, "B Hv dk dv"] | Float[Array, "L B Hv dk dv"],
     ancestors: Bool[Array, "B N N"],
     *,
+    layer: int | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B N Hv dv"], Float[Array, "B N Hv"]]:
     """N tree rows from one committed state, no state per node.
 
     Rows are in topological order; `ancestors[b, i, j]` says that j is i or an ancestor of i.
 
+    Args:
+      q, k, v, beta, g: as in `chunk_delta_rule`.
+      state: committed states of one layer, or those of all layers with `layer` naming one. A kernel reads the one it
+        needs where it lies; cutting a layer out beforehand would copy it.
+      ancestors: ancestor-or-self mask.
+      layer: see `state`.
+      implementation: "auto", "xla" or "pallas".
+
     Returns:
       The outputs; u, the innovations of the rows; and the sums of g along each root path. The last two with `k` are
       all that `commit_path` needs.
+
+    Raises:
+      UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
-    resolve("gdn_scan", implementation)
-    return reference.tree_delta_rule(q, k, v, beta, g, state, ancestors)
+    rows = q.shape[1]
+    if resolve("gdn_scan", implementation, unsupported(k, v, rows=rows)) == "xla":
+        one = state if layer is None else state[layer]
+        return reference.tree_delta_rule(q, k, v, beta, g, one, ancestors)
+    if layer is None:
+        state, layer = state[None], 0
+    config = table_for(target_device().device_kind, k.dtype).tree[tree_kernel.padded(rows)]
+    # The layer is an operand, not a constant, so that all layers run one compiled kernel.
+    place = jnp.array([layer], jnp.int32)
+    return tree_kernel.tree_delta_rule(q, k, v, beta, g, state, place, ancestors, config=config)
 
 
 def commit_path(
@@ -73,7 +123,13 @@ def commit_path(
 ) -> Float[Array, "L B Hv dk dv"]:
     """States of all layers after the first `count` rows of `path` (row numbers, root first).
 
-    S' = e^{G_last} S + Σ_j e^{G_last − G_j} k_j u_jᵀ. A slot with count 0 keeps its state bit for bit.
+    S' = e^{G_last} S + Σ_j e^{G_last − G_j} k_j u_jᵀ. A slot with count 0 keeps its state bit for bit. The Pallas
+    kernel works in place if the caller's program donates `state`.
+
+    Raises:
+      UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
-    resolve("gdn_scan", implementation)
-    return reference.commit_path(state, k, u, path_decay, path, count)
+    if resolve("gdn_scan", implementation, unsupported(k, u, rows=path.shape[1])) == "xla":
+        return reference.commit_path(state, k, u, path_decay, path, count)
+    config = table_for(target_device().device_kind, k.dtype).commit
+    return commit_kernel.commit_path(state, k, u, path_decay, path, count, config=config)

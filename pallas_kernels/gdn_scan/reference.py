@@ -74,6 +74,7 @@ def chunk_delta_rule(
         return jnp.moveaxis(x.reshape(*x.shape[:2], chunks, chunk, *x.shape[3:]), 2, 0)
 
     dot = functools.partial(jnp.einsum, precision=precision)
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     queries = by_chunk(_expand_heads(q, value_heads)) * key_dim**-0.5
     keys = by_chunk(_expand_heads(k, value_heads))
     values = by_chunk(v.swapaxes(1, 2))
@@ -116,6 +117,7 @@ def tree_delta_rule(
     """See `pallas_kernels.gdn_scan.api.tree_delta_rule`."""
     rows, value_heads = v.shape[1:3]
     dot = functools.partial(jnp.einsum, precision=HIGHEST)
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     queries = _expand_heads(q, value_heads) * q.shape[-1] ** -0.5
     keys = _expand_heads(k, value_heads)
     total = dot("bij,bjh->bhi", ancestors.astype(jnp.float32), g)
@@ -153,7 +155,7 @@ def commit_path(
     last = jnp.take_along_axis(total, jnp.maximum(count - 1, 0)[None, :, None, None], axis=2)
     # Masked before exp; a row that is not on the path contributes exactly nothing, whatever it holds.
     share = jnp.exp(jnp.where(used[None, :, :, None], last - total, -jnp.inf))[..., None]
-    keys = jnp.where(used[None, :, :, None, None], keys, 0.0)
+    keys = jnp.where(used[None, :, :, None, None], keys, 0.0).astype(jnp.float32)
     fresh = jnp.where(used[None, :, :, None, None], fresh, 0.0)
     update = jnp.einsum("lbnhk,lbnhv->lbhkv", share * keys, fresh, precision=HIGHEST)
     new = jnp.exp(last[:, :, 0])[..., None, None] * state + update

@@ -1,0 +1,158 @@
+"""Pallas Triton kernels of the front and the gated norm: one launch each, every input read once.
+
+The front has a program a (block of rows, head, slot), the heads being those of queries, keys and values in the order
+of the channels; a head's width is what an l2 norm needs to see. The program of a value head also makes its β and g.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.gdn_mixer.configs import Config
+from pallas_kernels.gdn_mixer.reference import L2_EPS
+
+
+def _front_kernel(
+    *refs,  # inputs [B, N, C], window [B, W, C], taps [B, N, W] unless causal, weight [C, 1, K], strength and decay
+    # [B, N, Hv], a_log and dt_bias [Hv], valid [B, N]; then q and k [B, N, Hk, d], v [B, N, Hv, d], beta, g [B, N, Hv]
+    causal: bool,
+    block_rows: int,
+):
+    taps_ref = None if causal else refs[2]
+    inputs_ref, window_ref = refs[:2]
+    weight_ref, strength_ref, decay_ref, a_log_ref, dt_bias_ref, valid_ref = refs[-11:-5]
+    q_ref, k_ref, v_ref, beta_ref, g_ref = refs[-5:]
+    rows, width = inputs_ref.shape[1], window_ref.shape[1]
+    key_heads, dim = q_ref.shape[2:]
+    head, slot = pl.program_id(1), pl.program_id(2)
+
+    row = pl.program_id(0) * block_rows + jnp.arange(block_rows)
+    live = row < rows
+    # In bounds even where masked: an interpreter reads before it masks.
+    index = jnp.minimum(row, rows - 1)
+    dims = jnp.arange(dim)
+    channels = head * dim + dims
+    tile = (block_rows, dim)
+
+    def rows_of(ref, place, mask):
+        place = jnp.clip(place, 0, ref.shape[1] - 1)
+        mask = jnp.broadcast_to(mask[:, None], tile)
+        value = plgpu.load(ref.at[slot, place[:, None], channels[None, :]], mask=mask, other=0)
+        return value.astype(jnp.float32)
+
+    def factor(tap):
+        return weight_ref[channels, 0, tap].astype(jnp.float32)[None, :]
+
+    total = rows_of(inputs_ref, index, live) * factor(width)
+    for j in range(width):
+        if taps_ref is None:
+            tap = row - 1 - j
+        else:
+            tap = plgpu.load(taps_ref.at[slot, index, j], mask=live, other=0)
+        earlier = rows_of(inputs_ref, tap, live & (tap >= 0)) + rows_of(window_ref, tap + width, live & (tap < 0))
+        total += earlier * factor(width - 1 - j)
+    # Rounded to the activations' dtype before the norm, as a convolution of its own would leave it.
+    mixed = (total * jax.lax.logistic(total)).astype(inputs_ref.dtype)
+
+    def store(ref, head, value):
+        mask = jnp.broadcast_to(live[:, None], tile)
+        plgpu.store(ref.at[slot, row[:, None], head, dims[None, :]], value.astype(ref.dtype), mask=mask)
+
+    @pl.when(head < 2 * key_heads)
+    def _():
+        x = mixed.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.sum(x * x, axis=1) + L2_EPS)[:, None]
+        pl.when(head < key_heads)(lambda: store(q_ref, head, x))
+        pl.when(head >= key_heads)(lambda: store(k_ref, head - key_heads, x))
+
+    @pl.when(head >= 2 * key_heads)
+    def _():
+        value_head = head - 2 * key_heads
+        store(v_ref, value_head, mixed)
+        valid = plgpu.load(valid_ref.at[slot, index], mask=live, other=0) != 0
+        gate = (slot, index, value_head)
+        strength = plgpu.load(strength_ref.at[gate], mask=live, other=0).astype(jnp.float32)
+        decay = plgpu.load(decay_ref.at[gate], mask=live, other=0).astype(jnp.float32) + dt_bias_ref[value_head]
+        softplus = jnp.maximum(decay, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(decay)))
+        beta = jnp.where(valid, jax.lax.logistic(strength), 0.0)
+        g = jnp.where(valid, -jnp.exp(a_log_ref[value_head]) * softplus, 0.0)
+        plgpu.store(beta_ref.at[slot, row, value_head], beta, mask=live)
+        plgpu.store(g_ref.at[slot, row, value_head], g, mask=live)
+
+
+def gdn_front(
+    inputs: Float[Array, "B N C"],
+    window: Float[Array, "B W C"],
+    taps: Int[Array, "B N W"] | None,
+    weight: Float[Array, "C 1 K"],
+    strength: Float[Array, "B N Hv"],
+    decay: Float[Array, "B N Hv"],
+    a_log: Float[Array, " Hv"],
+    dt_bias: Float[Array, " Hv"],
+    valid: Bool[Array, "B N"],
+    *,
+    key_heads: int,
+    key_dim: int,
+    config: Config,
+    interpret: bool = False,
+) -> tuple[
+    Float[Array, "B N Hk dk"],
+    Float[Array, "B N Hk dk"],
+    Float[Array, "B N Hv dv"],
+    Float[Array, "B N Hv"],
+    Float[Array, "B N Hv"],
+]:
+    """See `pallas_kernels.gdn_mixer.api.gdn_front`."""
+    batch, rows, value_heads = strength.shape
+    keys = jax.ShapeDtypeStruct((batch, rows, key_heads, key_dim), inputs.dtype)
+    values = jax.ShapeDtypeStruct((batch, rows, value_heads, key_dim), inputs.dtype)
+    gates = jax.ShapeDtypeStruct(strength.shape, jnp.float32)
+    past = (inputs, window) if taps is None else (inputs, window, taps)
+    return pl.pallas_call(
+        functools.partial(_front_kernel, causal=taps is None, block_rows=config.block_rows),
+        grid=(pl.cdiv(rows, config.block_rows), 2 * key_heads + value_heads, batch),
+        out_shape=(keys, keys, values, gates, gates),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="gdn_front",
+    )(*past, weight, strength, decay, a_log, dt_bias, valid)
+
+
+def _norm_kernel(x_ref, z_ref, weight_ref, out_ref, *, block_rows: int, eps: float):
+    rows, dim = x_ref.shape
+    row = pl.program_id(0) * block_rows + jnp.arange(block_rows)
+    dims = jnp.arange(dim)
+    mask = jnp.broadcast_to((row < rows)[:, None], (block_rows, dim))
+    index = jnp.minimum(row, rows - 1)
+    x = plgpu.load(x_ref.at[index[:, None], dims[None, :]], mask=mask, other=0).astype(jnp.float32)
+    z = plgpu.load(z_ref.at[index[:, None], dims[None, :]], mask=mask, other=0).astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.sum(x * x, axis=1) / dim + eps)[:, None] * weight_ref[dims][None, :]
+    out = (x * (z * jax.lax.logistic(z))).astype(out_ref.dtype)
+    plgpu.store(out_ref.at[row[:, None], dims[None, :]], out, mask=mask)
+
+
+def gated_norm(
+    x: Float[Array, "... d"],
+    z: Float[Array, "... d"],
+    weight: Float[Array, " d"],
+    *,
+    eps: float,
+    config: Config,
+    interpret: bool = False,
+) -> Float[Array, "... d"]:
+    """See `pallas_kernels.gdn_mixer.api.gated_norm`."""
+    shape, dim = z.shape, z.shape[-1]
+    rows = math.prod(shape[:-1])
+    return pl.pallas_call(
+        functools.partial(_norm_kernel, block_rows=config.block_rows, eps=eps),
+        grid=(pl.cdiv(rows, config.block_rows),),
+        out_shape=jax.ShapeDtypeStruct((rows, dim), z.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="gdn_gated_norm",
+    )(x.reshape(rows, dim), z.reshape(rows, dim), weight).reshape(shape)

@@ -1,0 +1,133 @@
+"""Launch parameters of the delta rule's kernels: data, by device kind, width of the model's numbers and row count.
+
+Every entry fits an A6000's 101,376 bytes of shared memory, so one that is good there is allowed everywhere. Models in
+bf16 use `bf16x2` products, models in fp32 `bf16x3` ones: fp32's accuracy, on the matrix units. (IEEE fp32 products are
+unrolled by Triton to one instruction a number: minutes of compilation and ten times the run time.)
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gdn_scan.dots import DotMode
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeConfig:
+    """Of `tree_kernel`.
+
+    Attributes:
+      tile: rows whose part of I + A is inverted at once.
+      block_dv, block_dk: value dims a program; key dims a step of the pipelined sweep.
+      dot: see `dots`.
+      num_warps, num_stages: warps a program, depth of the sweep's pipeline.
+      two_sweeps: take the queries' products in a sweep of their own, after the innovations: half the accumulators to
+        hold, for a second trip to the cache for keys and state.
+    """
+
+    tile: int
+    block_dv: int
+    block_dk: int
+    dot: DotMode
+    num_warps: int = 4
+    num_stages: int = 4
+    two_sweeps: bool = False
+
+    def fit(self, key_dim: int, value_dim: int) -> "TreeConfig":
+        """The same for narrower heads."""
+        return dataclasses.replace(
+            self, block_dk=min(self.block_dk, key_dim), block_dv=min(self.block_dv, value_dim)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CommitConfig:
+    """Of `commit_kernel`. Attributes as `TreeConfig`'s."""
+
+    block_dv: int
+    dot: DotMode
+    num_warps: int = 4
+    num_stages: int = 1
+
+    def fit(self, value_dim: int) -> "CommitConfig":
+        """The same for narrower heads."""
+        return dataclasses.replace(self, block_dv=min(self.block_dv, value_dim))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkConfig:
+    """Of `chunk_kernel`.
+
+    Attributes:
+      chunk: rows of a chunk.
+      block_dv, block_dk: value dims a program of the walk; key dims a piece of its state.
+      dot: see `dots`.
+      between: dtype of the matrices that go from the first launch to the second.
+      num_warps, num_stages: of the walk.
+      prepare_block_dk, prepare_warps: of the first launch.
+    """
+
+    chunk: int
+    block_dv: int
+    block_dk: int
+    dot: DotMode
+    between: str = "float32"
+    num_warps: int = 4
+    num_stages: int = 1
+    prepare_block_dk: int = 32
+    prepare_warps: int = 4
+
+    def fit(self, key_dim: int, value_dim: int) -> "ChunkConfig":
+        """The same for narrower heads."""
+        return dataclasses.replace(
+            self,
+            block_dv=min(self.block_dv, value_dim),
+            block_dk=min(self.block_dk, key_dim),
+            prepare_block_dk=min(self.prepare_block_dk, key_dim),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Configs of one device kind and width. `tree` is by padded row count."""
+
+    tree: dict[int, TreeConfig]
+    commit: CommitConfig
+    chunk: ChunkConfig
+
+
+# In an fp32 model's trees of 33 rows and more, in trees of 65 and more of any model, and in the chunk rule's first launch
+# a program's products of row tiles outnumber its registers, and some spill (bytes a thread in brackets). Smaller tiles
+# or more warps do not spill but take longer to compile and to run.
+_BF16 = Table(
+    tree={
+        16: TreeConfig(16, 32, 32, "bf16x2"),
+        32: TreeConfig(32, 32, 32, "bf16x2"),
+        64: TreeConfig(32, 64, 32, "bf16x2", num_warps=8),
+        128: TreeConfig(32, 64, 32, "bf16x2", num_warps=16, num_stages=2, two_sweeps=True),  # [1976]
+    },
+    # Three parts: with keys in bf16 the update is fp32-exact, and the kernel waits for memory anyway.
+    commit=CommitConfig(64, "bf16x3"),
+    chunk=ChunkConfig(64, 16, 64, "bf16x2", between="bfloat16", num_stages=2),  # [120]
+)
+_FP32 = Table(
+    tree={
+        16: TreeConfig(16, 32, 32, "bf16x3"),
+        32: TreeConfig(16, 32, 32, "bf16x3", num_stages=3),
+        64: TreeConfig(32, 32, 32, "bf16x3", num_warps=8, num_stages=2, two_sweeps=True),  # [364]
+        128: TreeConfig(32, 16, 16, "bf16x3", num_warps=8, num_stages=2, two_sweeps=True),  # [3168]
+    },
+    commit=CommitConfig(64, "bf16x3"),
+    chunk=ChunkConfig(32, 16, 32, "bf16x3"),  # [156]
+)
+
+# By a part of the device kind that the driver reports, then bytes a number. Any other device gets the A6000's.
+A6000 = {2: _BF16, 4: _FP32}
+TABLES: dict[str, dict[int, Table]] = {"RTX A6000": A6000, "A100": A6000, "H200": A6000, "H100": A6000}
+
+
+def table_for(device_kind: str, dtype: jax.typing.DTypeLike) -> Table:
+    """The table of a device kind, as `jax.Device.device_kind` names it, for keys of `dtype`."""
+    tables = next((tables for name, tables in TABLES.items() if name in device_kind), A6000)
+    return tables[jnp.dtype(dtype).itemsize]

@@ -1,0 +1,115 @@
+"""Matrix products of the delta rule's kernels at a named precision, and the blocked inverse built from them.
+
+Ampere and Hopper multiply fp32 on their matrix units only after rounding it. What each name costs and keeps:
+
+    ieee    fp32 on the ordinary units; an order of magnitude slower. Models in fp32.
+    tf32    one product, 10 bits of each operand.
+    tf32x3  three products, about fp32.
+    bf16    one product, 7 bits: for comparison only.
+    bf16x2  operands split into two bf16 parts, three products, about 16 bits; two products where one operand is bf16
+            already, which keys and queries of a bf16 model are.
+    bf16x3  three parts, six products, fp32; three products where one operand is bf16.
+
+A bf16 product runs at twice the rate of a TF32 one and its operands take half the shared memory, so for a bf16 model
+`bf16x2` costs what `tf32` costs and is 64 times as exact. Products of two bf16 operands are exact whatever the name.
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+DotMode = Literal["ieee", "tf32", "tf32x3", "bf16", "bf16x2", "bf16x3"]
+DOT_MODES: tuple[DotMode, ...] = get_args(DotMode)
+
+_PARTS = {"bf16": 1, "bf16x2": 2, "bf16x3": 3}
+_UPPER_HALF = -65536  # 0xFFFF0000: sign, exponent and the bits of the mantissa that bf16 has
+
+
+def _parts(x: Float[Array, "m n"], count: int) -> list[Float[Array, "m n"]]:
+    """bf16 summands of x, largest first; one if x is bf16.
+
+    All but the last are cut, not rounded: a compiler may drop a pair of conversions to bf16 and back, and with it the
+    remainder, but not a bit mask.
+    """
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    parts = []
+    for _ in range(count - 1):
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _UPPER_HALF
+        cut = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        parts.append(cut.astype(jnp.bfloat16))
+        x = x - cut
+    return [*parts, x.astype(jnp.bfloat16)]
+
+
+def dot(
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    mode: DotMode,
+    *,
+    contract: tuple[int, int] = (1, 0),
+    interpret: bool = False,
+) -> Float[Array, "m n"]:
+    """fp32 product of two matrices over the dimensions `contract` of a and b.
+
+    Args:
+      a, b: fp32 or bf16; every side at least 16 and a power of two.
+      mode: see the module's text.
+      contract: (1, 0) for a·b, (1, 1) for a·bᵀ, (0, 0) for aᵀ·b.
+      interpret: the kernel runs interpreted, where TF32 is not to be had: fp32 takes its place.
+    """
+    numbers = (((contract[0],), (contract[1],)), ((), ()))
+
+    def product(x: Array, y: Array, precision: jax.lax.PrecisionLike = None) -> Array:
+        return jax.lax.dot_general(x, y, numbers, precision=precision, preferred_element_type=jnp.float32)
+
+    if a.dtype == b.dtype == jnp.bfloat16:
+        return product(a, b)
+    if mode in _PARTS:
+        left, right = _parts(a, _PARTS[mode]), _parts(b, _PARTS[mode])
+        total = None
+        # Smallest summands first. Pairs whose order reaches the number of parts are below the last one's rounding.
+        for order in reversed(range(_PARTS[mode])):
+            for i in range(order + 1):
+                if i < len(left) and order - i < len(right):
+                    term = product(left[i], right[order - i])
+                    total = term if total is None else total + term
+        assert total is not None
+        return total
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    if mode == "ieee" or interpret:
+        return product(a, b, jax.lax.Precision.HIGHEST)
+    preset = jax.lax.DotAlgorithmPreset
+    return product(a, b, preset.TF32_TF32_F32 if mode == "tf32" else preset.TF32_TF32_F32_X3)
+
+
+def unit_lower_inverse(
+    a: Float[Array, "N N"],
+    row: Int[Array, "N N"],
+    column: Int[Array, "N N"],
+    mode: DotMode,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "N N"]:
+    """(I + a)⁻¹ of a strictly lower triangular `a`, by doubling diagonal blocks as in the XLA reference.
+
+    A kernel cannot cut a block out of a value, so a level works on whole matrices under a mask: with X the inverse of
+    the diagonal blocks of width w and L the part of `a` that joins pairs of them, the next inverse is X − X·L·X. Every
+    X is an inverse, whose entries stay moderate even for identical keys; the powers of `a` that a Neumann product
+    needs do not, and in TF32 their cancellation would leave nothing.
+    """
+    size = a.shape[0]
+    # Width 1: the diagonal blocks are [1], and X·L·X is L.
+    pair = (row % 2 == 1) & (column == row - 1)
+    inverse = jnp.where(row == column, 1.0, jnp.where(pair, -a, 0.0))
+
+    def level(log_width: Int[Array, ""], inverse: Float[Array, "N N"]) -> Float[Array, "N N"]:
+        block = row >> log_width
+        joins: Bool[Array, "N N"] = (block % 2 == 1) & ((column >> log_width) == block - 1)
+        right = dot(jnp.where(joins, a, 0.0), inverse, mode, interpret=interpret)
+        return inverse - dot(inverse, right, mode, interpret=interpret)
+
+    # A loop, not an unrolled chain: a fifth of the code, and a compiler that keeps one level's operands in registers.
+    return jax.lax.fori_loop(1, size.bit_length() - 1, level, inverse)
