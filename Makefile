@@ -21,7 +21,7 @@ MAKEFLAGS += --no-builtin-rules
 EXTRA ?= cpu
 VENV ?= .venv
 JOBS ?= $(shell nproc)
-PROMPT ?= Write a short story about a girl called Mia who finds a silver key
+PROMPT ?= Tell me about owls
 ARGS ?=
 
 BIN := $(VENV)/bin

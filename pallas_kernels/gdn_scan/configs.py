@@ -18,21 +18,16 @@ class TreeConfig:
     """Of `tree_kernel`.
 
     Attributes:
-      tile: rows whose part of I + A is inverted at once.
-      block_dv, block_dk: value dims a program; key dims a step of the pipelined sweep.
+      block_dv, block_dk: value dims a program; key dims a step.
       dot: see `dots`.
-      num_warps, num_stages: warps a program, depth of the sweep's pipeline.
-      two_sweeps: take the queries' products in a sweep of their own, after the innovations: half the accumulators to
-        hold, for a second trip to the cache for keys and state.
+      num_warps, num_stages: warps a program, depth of the pipeline.
     """
 
-    tile: int
     block_dv: int
     block_dk: int
     dot: DotMode
     num_warps: int = 4
-    num_stages: int = 4
-    two_sweeps: bool = False
+    num_stages: int = 1
 
     def fit(self, key_dim: int, value_dim: int) -> "TreeConfig":
         """The same for narrower heads."""
@@ -97,29 +92,26 @@ class Table:
     chunk: ChunkConfig
 
 
-# In an fp32 model's trees of 33 rows and more, in trees of 65 and more of any model, and in the chunk rule's first launch
-# a program's products of row tiles outnumber its registers, and some spill (bytes a thread in brackets). Smaller tiles
-# or more warps do not spill but take longer to compile and to run.
 _BF16 = Table(
     tree={
-        16: TreeConfig(16, 32, 32, "bf16x2"),
-        32: TreeConfig(32, 32, 32, "bf16x2"),
-        64: TreeConfig(32, 64, 32, "bf16x2", num_warps=8),
-        128: TreeConfig(32, 64, 32, "bf16x2", num_warps=16, num_stages=2, two_sweeps=True),  # [1976]
+        16: TreeConfig(32, 32, "bf16x2"),
+        32: TreeConfig(32, 32, "bf16x2"),
+        64: TreeConfig(32, 32, "bf16x2"),
+        128: TreeConfig(32, 32, "bf16x2", num_warps=8),
     },
     # Three parts: with keys in bf16 the update is fp32-exact, and the kernel waits for memory anyway.
     commit=CommitConfig(64, "bf16x3"),
-    chunk=ChunkConfig(64, 16, 64, "bf16x2", between="bfloat16", num_stages=2),  # [120]
+    chunk=ChunkConfig(64, 32, 64, "bf16x2"),
 )
 _FP32 = Table(
     tree={
-        16: TreeConfig(16, 32, 32, "bf16x3"),
-        32: TreeConfig(16, 32, 32, "bf16x3", num_stages=3),
-        64: TreeConfig(32, 32, 32, "bf16x3", num_warps=8, num_stages=2, two_sweeps=True),  # [364]
-        128: TreeConfig(32, 16, 16, "bf16x3", num_warps=8, num_stages=2, two_sweeps=True),  # [3168]
+        16: TreeConfig(32, 32, "bf16x3"),
+        32: TreeConfig(32, 32, "bf16x3"),
+        64: TreeConfig(32, 16, "bf16x3"),
+        128: TreeConfig(32, 16, "bf16x3", num_warps=8),
     },
     commit=CommitConfig(64, "bf16x3"),
-    chunk=ChunkConfig(32, 16, 32, "bf16x3"),  # [156]
+    chunk=ChunkConfig(32, 32, 32, "bf16x3"),
 )
 
 # By a part of the device kind that the driver reports, then bytes a number. Any other device gets the A6000's.
