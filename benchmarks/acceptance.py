@@ -16,8 +16,10 @@ from typing import Any
 import jax
 
 import dflash_jax
-from benchmarks.prompts import BUNDLED_PROMPTS, encode, read_prompts, repeated_ngram_share
 from dflash_jax import Completion, Engine, SamplingParams, UserError
+from dflash_jax.loading import BUNDLED_PROMPTS
+from dflash_jax.prompts import encode_prompt, read_prompt_file
+from dflash_jax.repetition import repeated_ngram_share
 
 
 def parse_methods(text: str, base: SamplingParams) -> dict[str, SamplingParams]:
@@ -125,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--draft-model", help="its drafter")
     parser.add_argument("--methods", default="ar,dflash,ddtree:63", help="default: %(default)s")
     parser.add_argument(
-        "--prompts", type=Path, default=BUNDLED_PROMPTS, help="JSON list (default: held-out prompts)"
+        "--prompt-file", type=Path, default=BUNDLED_PROMPTS, help="as generate's (default: held-out prompts)"
     )
     parser.add_argument("--limit", type=int, help="only the first so many prompts")
     parser.add_argument("--max-new-tokens", type=int, default=200)
@@ -140,7 +142,8 @@ def main(argv: list[str] | None = None) -> int:
             args.model, args.draft_model, dtype=args.dtype, max_slots=args.batch, kernels=args.kernels
         )
         methods = parse_methods(args.methods, SamplingParams(max_new_tokens=args.max_new_tokens))
-        prompts = encode(engine, read_prompts(args.prompts, args.limit))
+        entries = read_prompt_file(str(args.prompt_file))[: args.limit]
+        prompts = [encode_prompt(engine, entry, chat=None, system=None, thinking=None) for entry in entries]
         results = measure(engine, prompts, methods, args.batch, args.repeats)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

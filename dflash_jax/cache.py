@@ -98,11 +98,6 @@ def init_cache(
     )
 
 
-def cache_bytes(cache: Cache) -> int:
-    """Bytes that the caches take on the device."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-
-
 def write_pages(
     pages: Float[Array, "L P S 2 K d"],
     rows: Float[Array, "L B M 2 K d"],

@@ -14,6 +14,7 @@ from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation, Unsupported
 
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED_TARGET, BUNDLED_DRAFTER = ASSETS / "target", ASSETS / "drafter"
+BUNDLED_PROMPTS = ASSETS / "prompts.json"  # of the held-out split
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = ("auto", "bfloat16", "float32")

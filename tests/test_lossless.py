@@ -2,15 +2,14 @@
 
 import dataclasses
 import functools
-import json
 
 import numpy as np
 import pytest
 
 import dflash_jax
-from benchmarks.prompts import BUNDLED_PROMPTS, encode
 from dflash_jax import BestFirst, Engine, SamplingParams, SpineFirst
-from dflash_jax.loading import BUNDLED_TARGET
+from dflash_jax.loading import BUNDLED_PROMPTS, BUNDLED_TARGET
+from dflash_jax.prompts import encode_prompt, read_prompt_file
 from dflash_jax.tokenizer import Tokenizer
 from tests.models import VOCAB, random_drafter, random_target
 
@@ -137,8 +136,8 @@ def bundled() -> Engine:
 
 
 def check_bundled(count: int, tokens: int, budgets: tuple[int, ...], batch: int) -> None:
-    entries = json.loads(BUNDLED_PROMPTS.read_text(encoding="utf-8"))[:count]
-    ids = encode(bundled(), entries)
+    entries = read_prompt_file(str(BUNDLED_PROMPTS))[:count]
+    ids = [encode_prompt(bundled(), entry, chat=None, system=None, thinking=None) for entry in entries]
     base = SamplingParams(max_new_tokens=tokens, method="ar")
     methods = [base, dataclasses.replace(base, method="dflash")]
     methods += [dataclasses.replace(base, method="ddtree", tree_budget=b) for b in budgets]

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from dflash_jax.cache import Cache, Context, commit, commit_causal, init_cache
 from dflash_jax.errors import UserError
+from dflash_jax.repetition import repeated_ngram_share
 from dflash_jax.target import Rows, Target
 from dflash_jax.train.corpus import prompts, render
 from dflash_jax.train.data import Answers
@@ -153,9 +154,5 @@ def answer(
 
 def repeated_share(answers: Answers, n: int = 8) -> float:
     """Share of the answers' n-grams that occurred before in the same answer: how much of the text is loops."""
-    repeated = total = 0
-    for tokens, begin, end in zip(answers.tokens, answers.prompt_lengths, answers.lengths, strict=True):
-        grams = [tuple(tokens[i : i + n]) for i in range(begin, end - n + 1)]
-        repeated += len(grams) - len(set(grams))
-        total += len(grams)
-    return repeated / max(total, 1)
+    spans = zip(answers.tokens, answers.prompt_lengths, answers.lengths, strict=True)
+    return repeated_ngram_share((tokens[begin:end].tolist() for tokens, begin, end in spans), n)
