@@ -117,7 +117,9 @@ def relative(actual: Any, expected: Any) -> float:
     return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
-def tree_rule(implementation: str, task: Rows, *, layer: int = 1) -> tuple[jax.Array, ...]:
+def tree_rule(
+    implementation: str, task: Rows, *, tile: int = 16, two_sweeps: bool = False, layer: int = 1
+) -> tuple[jax.Array, ...]:
     """The tree rule on a stack of states whose other layers are NaN."""
     ancestors, states = jnp.asarray(task.ancestors), jnp.full((3, *task.state.shape), jnp.nan).at[layer].set(task.state)
     if implementation != "interpret":
@@ -125,7 +127,7 @@ def tree_rule(implementation: str, task: Rows, *, layer: int = 1) -> tuple[jax.A
         rule = functools.partial(gdn_scan.tree_delta_rule, layer=layer, implementation=kind)
         return jax.jit(rule)(*task.operands, states, ancestors)
     mode = "bf16x3" if task.k.dtype == jnp.float32 else "bf16x2"
-    config = TreeConfig(16, 16, mode)
+    config = TreeConfig(tile, 16, 16, mode, two_sweeps=two_sweeps)
     rule = functools.partial(tree_kernel.tree_delta_rule, config=config, interpret=True)
     return jax.jit(rule)(*task.operands, states, jnp.array([layer]), ancestors)
 
@@ -152,8 +154,9 @@ def test_tree_rule_at_every_size(implementation: str, dtype: Any, rows: int):
     check_tree(implementation, problem(rows, dtype=dtype, seed=rows))
 
 
-def test_interpreted_tree_rule_of_more_rows_than_a_power_of_two():
-    check_tree("interpret", problem(33, seed=16))
+@pytest.mark.parametrize("tile", [16, 32])
+def test_interpreted_tree_rule_over_several_tiles(tile: int):
+    check_tree("interpret", problem(33, seed=tile), tile=tile, two_sweeps=tile == 32)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

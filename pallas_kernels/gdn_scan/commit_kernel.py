@@ -6,6 +6,7 @@ nothing is gathered beforehand. A slot without accepted rows is left alone: no l
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -80,7 +81,7 @@ def commit_path(
     return pl.pallas_call(
         functools.partial(_kernel, config=config, interpret=interpret),
         grid=(value_dim // config.block_dv, value_heads, layers * slots),
-        out_shape=state,
+        out_shape=jax.ShapeDtypeStruct(state.shape, state.dtype),
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,

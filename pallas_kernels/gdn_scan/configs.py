@@ -18,16 +18,21 @@ class TreeConfig:
     """Of `tree_kernel`.
 
     Attributes:
-      block_dv, block_dk: value dims a program; key dims a step.
+      tile: rows whose part of I + A is inverted at once.
+      block_dv, block_dk: value dims a program; key dims a step of the pipelined sweep.
       dot: see `dots`.
-      num_warps, num_stages: warps a program, depth of the pipeline.
+      num_warps, num_stages: warps a program, depth of the sweep's pipeline.
+      two_sweeps: take the queries' products in a sweep of their own, after the innovations: half the accumulators to
+        hold, for a second trip to the cache for keys and state.
     """
 
+    tile: int
     block_dv: int
     block_dk: int
     dot: DotMode
     num_warps: int = 4
-    num_stages: int = 1
+    num_stages: int = 4
+    two_sweeps: bool = False
 
     def fit(self, key_dim: int, value_dim: int) -> "TreeConfig":
         """The same for narrower heads."""
@@ -58,7 +63,6 @@ class ChunkConfig:
       chunk: rows of a chunk.
       block_dv, block_dk: value dims a program of the walk; key dims a piece of its state.
       dot: see `dots`.
-      between: dtype of the matrices that go from the first launch to the second.
       num_warps, num_stages: of the walk.
       prepare_block_dk, prepare_warps: of the first launch.
     """
@@ -67,7 +71,6 @@ class ChunkConfig:
     block_dv: int
     block_dk: int
     dot: DotMode
-    between: str = "float32"
     num_warps: int = 4
     num_stages: int = 1
     prepare_block_dk: int = 32
@@ -92,26 +95,29 @@ class Table:
     chunk: ChunkConfig
 
 
+# Where a program's products of row tiles outnumber its registers, some spill on Ampere (bytes a thread in brackets):
+# trees of 65 rows and more, fp32 trees of 33 and more, and the chunk rule. A bf16 model's trees of up to 64 rows spill
+# nothing.
 _BF16 = Table(
     tree={
-        16: TreeConfig(32, 32, "bf16x2"),
-        32: TreeConfig(32, 32, "bf16x2"),
-        64: TreeConfig(32, 32, "bf16x2"),
-        128: TreeConfig(32, 32, "bf16x2", num_warps=8),
+        16: TreeConfig(16, 32, 32, "bf16x2"),
+        32: TreeConfig(32, 32, 32, "bf16x2"),
+        64: TreeConfig(32, 64, 32, "bf16x2", num_warps=8),
+        128: TreeConfig(32, 64, 32, "bf16x2", num_warps=16, num_stages=2, two_sweeps=True),  # [1976]
     },
     # Three parts: with keys in bf16 the update is fp32-exact, and the kernel waits for memory anyway.
     commit=CommitConfig(64, "bf16x3"),
-    chunk=ChunkConfig(64, 32, 64, "bf16x2"),
+    chunk=ChunkConfig(64, 32, 64, "bf16x2", num_stages=2),  # [92 at 512 rows, none at 8192]
 )
 _FP32 = Table(
     tree={
-        16: TreeConfig(32, 32, "bf16x3"),
-        32: TreeConfig(32, 32, "bf16x3"),
-        64: TreeConfig(32, 16, "bf16x3"),
-        128: TreeConfig(32, 16, "bf16x3", num_warps=8),
+        16: TreeConfig(16, 32, 32, "bf16x3"),
+        32: TreeConfig(16, 32, 32, "bf16x3", num_stages=3),
+        64: TreeConfig(32, 32, 32, "bf16x3", num_warps=8, num_stages=2, two_sweeps=True),  # [364]
+        128: TreeConfig(32, 16, 16, "bf16x3", num_warps=8, num_stages=2, two_sweeps=True),  # [3168]
     },
     commit=CommitConfig(64, "bf16x3"),
-    chunk=ChunkConfig(32, 32, 32, "bf16x3"),
+    chunk=ChunkConfig(32, 16, 32, "bf16x3"),  # [188]
 )
 
 # By a part of the device kind that the driver reports, then bytes a number. Any other device gets the A6000's.

@@ -93,7 +93,7 @@ def unit_lower_inverse(
     *,
     interpret: bool = False,
 ) -> Float[Array, "N N"]:
-    """(I + a)⁻¹ of a strictly lower triangular `a`, by doubling diagonal blocks as in the XLA reference.
+    """(I + a)⁻¹ by doubling diagonal blocks as in the XLA reference; of `a` only what is below the diagonal counts.
 
     A kernel cannot cut a block out of a value, so a level works on whole matrices under a mask: with X the inverse of
     the diagonal blocks of width w and L the part of `a` that joins pairs of them, the next inverse is X − X·L·X. Every

@@ -1,12 +1,15 @@
 """Pallas Triton kernel of the tree form: one program a (slot, value head, block of value dims), one launch.
 
 A program loads its head's keys and queries, reads its block of the committed state once, and does the rest in
-registers and shared memory: path sums, decays, the N × N inverse, the innovations and the outputs. Programs of one
-head repeat the inverse. That costs no time while there are fewer programs than multiprocessors can hold, and a kernel
-of its own for the inverse would cost a launch and a trip through memory.
+registers and shared memory: path sums, decays, inverses, the innovations and the outputs. Programs of one head repeat
+the inverses. That costs no time while there are fewer programs than multiprocessors can hold, and a kernel of its own
+for them would cost a launch and a trip through memory.
 
-Rows are padded to a power of two that a matrix unit takes (16, 32, 64, 128). Padding rows are their own nobody: no
-ancestors, zero keys and values, hence zero innovations. They are never loaded nor stored.
+I + A is solved by forward substitution over tiles of rows, each diagonal tile by its inverse. Small tiles do less
+arithmetic and need fewer registers, large ones have fewer steps that wait for each other.
+
+Rows are padded to a power of two that a matrix unit takes (16, 32, 64, 128). A padding row has no ancestors, not even
+itself, and zero keys and values, hence zero innovations. It is never loaded nor stored.
 """
 
 import functools
@@ -46,64 +49,98 @@ def _kernel(
 ):
     _, rows, key_heads, key_dim = q_ref.shape
     value_heads = v_ref.shape[2]
-    size = padded(rows)
+    size = min(config.tile, padded(rows))
+    tiles = range(padded(rows) // size)
     part, head, slot = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     key_head = head // (value_heads // key_heads)
-    mode = config.dot
-    product = functools.partial(dot, mode=mode, interpret=interpret)
+    product = functools.partial(dot, mode=config.dot, interpret=interpret)
 
-    place = jnp.arange(size)
-    live = place < rows
+    places = [t * size + jnp.arange(size) for t in tiles]
     # In bounds even where masked: an interpreter reads before it masks.
-    index = jnp.minimum(place, rows - 1)
+    indices = [jnp.minimum(place, rows - 1) for place in places]
     value_dims = part * config.block_dv + jnp.arange(config.block_dv)
     row = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
     column = jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
 
-    def rows_of(ref, head, dims):
-        mask = jnp.broadcast_to(live[:, None], (size, dims.shape[0]))
-        return plgpu.load(ref.at[slot, index[:, None], head, dims[None, :]], mask=mask, other=0)
+    def rows_of(ref, tile, head, dims):
+        mask = jnp.broadcast_to((places[tile] < rows)[:, None], (size, dims.shape[0]))
+        return plgpu.load(ref.at[slot, indices[tile][:, None], head, dims[None, :]], mask=mask, other=0)
 
-    g = plgpu.load(g_ref.at[slot, index, head], mask=live, other=0.0)
-    beta = plgpu.load(beta_ref.at[slot, index, head], mask=live, other=0.0)
-    seen = live[:, None] & live[None, :]
-    mask = plgpu.load(ancestors_ref.at[slot, index[:, None], index[None, :]], mask=seen, other=0) != 0
+    def gate_of(ref, tile):
+        return plgpu.load(ref.at[slot, indices[tile], head], mask=places[tile] < rows, other=0.0)
+
     layer = layer_ref[0]
+    pairs = [(i, j) for i in tiles for j in tiles if j <= i]
 
-    def key_block(i, carry):
-        # All products over key dims in one sweep: operands of all of them at once would not fit the registers.
-        similar, scores, read_k, read_q = carry
-        dims = i * config.block_dk + jnp.arange(config.block_dk)
-        keys, queries = rows_of(k_ref, key_head, dims), rows_of(q_ref, key_head, dims)
-        state = state_ref[layer, slot, head, dims[:, None], value_dims[None, :]]
-        if rows > 1:
-            similar += product(keys, keys, contract=(1, 1))
-        scores += product(queries, keys, contract=(1, 1))
-        return similar, scores, read_k + product(keys, state), read_q + product(queries, state)
+    def sweep(*refs):
+        """For keys, queries or both: their products with the keys (pairs of tiles) and with the state (tiles).
 
-    square, tall = jnp.zeros((size, size), jnp.float32), jnp.zeros((size, config.block_dv), jnp.float32)
-    similar, scores, read_k, read_q = jax.lax.fori_loop(
-        0, key_dim // config.block_dk, key_block, (square, square, tall, tall)
-    )
+        One pass over blocks of key dims: operands of all of them at once would not fit the registers.
+        """
 
-    total = jnp.sum(jnp.where(mask, jnp.broadcast_to(g[None, :], (size, size)), 0.0), axis=1)
+        def key_block(step, carry):
+            dims = step * config.block_dk + jnp.arange(config.block_dk)
+            keys = [rows_of(k_ref, t, key_head, dims) for t in tiles]
+            state = state_ref[layer, slot, head, dims[:, None], value_dims[None, :]]
+            new = []
+            for ref, (by_key, by_state) in zip(refs, carry, strict=True):
+                left = keys if ref is k_ref else [rows_of(ref, t, key_head, dims) for t in tiles]
+                if rows > 1 or ref is q_ref:
+                    by_key = {
+                        (i, j): by_key[i, j] + product(left[i], keys[j], contract=(1, 1)) for i, j in pairs
+                    }
+                new.append((by_key, [by_state[t] + product(left[t], state) for t in tiles]))
+            return new
+
+        square, tall = jnp.zeros((size, size), jnp.float32), jnp.zeros((size, config.block_dv), jnp.float32)
+        carry = [(dict.fromkeys(pairs, square), [tall for _ in tiles]) for _ in refs]
+        steps = key_dim // config.block_dk
+        return key_block(0, carry) if steps == 1 else jax.lax.fori_loop(0, steps, key_block, carry)
+
+    swept = sweep(k_ref) if config.two_sweeps else sweep(k_ref, q_ref)
+    similar, read_k = swept[0]
+
+    g, beta = ([gate_of(ref, t) for t in tiles] for ref in (g_ref, beta_ref))
+    seen, total = {}, []
+    for i in tiles:
+        for j in range(i + 1):
+            live = (places[i] < rows)[:, None] & (places[j] < rows)[None, :]
+            cell = (slot, indices[i][:, None], indices[j][None, :])
+            seen[i, j] = plgpu.load(ancestors_ref.at[cell], mask=live, other=0) != 0
+        along = [jnp.sum(jnp.where(seen[i, j], jnp.broadcast_to(g[j][None, :], (size, size)), 0.0), axis=1)
+                 for j in range(i + 1)]  # fmt: skip
+        total.append(functools.reduce(jnp.add, along))
     # Masked before exp: off the path the difference may be positive and overflow.
-    decay = jnp.exp(jnp.where(mask, total[:, None] - total[None, :], -jnp.inf))
-    rise = jnp.exp(total)[:, None]
-    values = rows_of(v_ref, head, value_dims).astype(jnp.float32)
-    u = beta[:, None] * (values - rise * read_k)
-    if rows > 1:
-        a = jnp.where(row == column, 0.0, beta[:, None] * decay * similar)
-        u = product(unit_lower_inverse(a, row, column, mode, interpret=interpret), u)
-    out = key_dim**-0.5 * (rise * read_q + product(decay * scores, u))
+    decay = {
+        (i, j): jnp.exp(jnp.where(seen[i, j], total[i][:, None] - total[j][None, :], -jnp.inf)) for i, j in pairs
+    }
 
-    stored = jnp.broadcast_to(live[:, None], (size, config.block_dv))
-    # Unclamped: two rows of one store must not name the same place, even where one is masked.
-    cell = (slot, place[:, None], head, value_dims[None, :])
-    plgpu.store(u_ref.at[cell], u, mask=stored)
-    plgpu.store(out_ref.at[cell], out, mask=stored)
-    # One program a head writes the path sums.
-    plgpu.store(total_ref.at[slot, place, head], total, mask=live & (part == 0))
+    u = []
+    for i in tiles:
+        rise = jnp.exp(total[i])[:, None]
+        values = rows_of(v_ref, i, head, value_dims).astype(jnp.float32)
+        right = beta[i][:, None] * (values - rise * read_k[i])
+        if rows > 1:
+            # Forward substitution: what earlier tiles wrote, then the tile's own inverse.
+            for j in range(i):
+                right -= product(beta[i][:, None] * decay[i, j] * similar[i, j], u[j])
+            a = beta[i][:, None] * decay[i, i] * similar[i, i]
+            right = product(unit_lower_inverse(a, row, column, config.dot, interpret=interpret), right)
+        u.append(right)
+
+    scores, read_q = sweep(q_ref)[0] if config.two_sweeps else swept[1]
+    for i in tiles:
+        out = jnp.exp(total[i])[:, None] * read_q[i]
+        for j in range(i + 1):
+            out += product(decay[i, j] * scores[i, j], u[j])
+        live = places[i] < rows
+        stored = jnp.broadcast_to(live[:, None], (size, config.block_dv))
+        # Unclamped: two rows of one store must not name the same place, even where one is masked.
+        cell = (slot, places[i][:, None], head, value_dims[None, :])
+        plgpu.store(u_ref.at[cell], u[i], mask=stored)
+        plgpu.store(out_ref.at[cell], key_dim**-0.5 * out, mask=stored)
+        # One program a head writes the path sums.
+        plgpu.store(total_ref.at[slot, places[i], head], total[i], mask=live & (part == 0))
 
 
 def tree_delta_rule(
