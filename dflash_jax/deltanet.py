@@ -12,7 +12,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.layers import Linear
+from dflash_jax.layers import Linear, project
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gdn_mixer import gated_norm, gdn_front
 from pallas_kernels.gdn_mixer.reference import convolve, l2norm
@@ -59,21 +59,32 @@ class GatedNorm(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """One linear-attention mixer; parameter names are Hugging Face's `linear_attn.*`."""
+    """One linear-attention mixer; parameter names are Hugging Face's `linear_attn.*`.
+
+    With `shards`, a device holds its share of the key heads and the value heads that use them.
+    """
+
+    JOINED = {"in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")}
 
     def __init__(
-        self, config: TargetConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, out_std: float = 0.02
+        self,
+        config: TargetConfig,
+        *,
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        out_std: float = 0.02,
+        shards: int = 1,
     ):
-        self.key_heads, self.value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.key_heads = config.linear_num_key_heads // shards
+        self.value_heads = config.linear_num_value_heads // shards
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         hidden, inner = config.hidden_size, self.value_heads * self.value_dim
-        self.in_proj_qkv = Linear(hidden, config.conv_channels, dtype=dtype, rngs=rngs)
+        channels = config.conv_channels // shards
+        self.in_proj_qkv = Linear(hidden, channels, dtype=dtype, rngs=rngs)
         self.in_proj_z = Linear(hidden, inner, dtype=dtype, rngs=rngs)
         self.in_proj_b = Linear(hidden, self.value_heads, dtype=dtype, rngs=rngs)
         self.in_proj_a = Linear(hidden, self.value_heads, dtype=dtype, rngs=rngs)
-        self.conv1d = DepthwiseConv(
-            config.conv_channels, config.linear_conv_kernel_dim, dtype=dtype, rngs=rngs
-        )
+        self.conv1d = DepthwiseConv(channels, config.linear_conv_kernel_dim, dtype=dtype, rngs=rngs)
         decay = jax.random.uniform(rngs.params(), (self.value_heads,), jnp.float32, 1.0, 16.0)
         step = jnp.exp(
             jax.random.uniform(rngs.params(), (self.value_heads,), jnp.float32, jnp.log(1e-3), jnp.log(0.1))
@@ -82,7 +93,7 @@ class GatedDeltaNet(nnx.Module):
         self.A_log = nnx.Param(jnp.log(decay))
         self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)))  # softplus(dt_bias) = step
         self.norm = GatedNorm(self.value_dim, eps=config.rms_norm_eps)
-        self.out_proj = Linear(inner, hidden, dtype=dtype, rngs=rngs, std=out_std)
+        self.out_proj = Linear(inner, hidden, dtype=dtype, rngs=rngs, std=out_std, shards=shards)
 
     def convolve(
         self,
@@ -124,10 +135,10 @@ class GatedDeltaNet(nnx.Module):
         batch, rows = x.shape[:2]
         # Before the projections, so that padding reaches neither the convolution nor the state.
         x = jnp.where(valid[..., None], x, 0)
-        inputs = self.in_proj_qkv(x)
-        z = self.in_proj_z(x).reshape(batch, rows, self.value_heads, self.value_dim)
+        inputs, z, b, a = project(self, "in_proj", x)
+        z = z.reshape(batch, rows, self.value_heads, self.value_dim)
         q, k, v, strength, decay = gdn_front(
-            inputs, window, conv_taps, self.conv1d.weight[...], self.in_proj_b(x), self.in_proj_a(x),
+            inputs, window, conv_taps, self.conv1d.weight[...], b, a,
             self.A_log[...], self.dt_bias[...], valid,
             key_heads=self.key_heads, key_dim=self.key_dim, implementation=implementation,
         )

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dflash_jax.acceptance import greedy
-from dflash_jax.cache import init_cache
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
@@ -82,6 +82,7 @@ class Engine:
         prefill_chunk: int | None = None,
         implementation: Implementation = "auto",
         names: tuple[str, str | None] = ("target", None),
+        mesh: Mesh | None = None,
     ):
         limit = target.config.max_position_embeddings
         self.max_model_len = limit if max_model_len is None else max_model_len
@@ -91,14 +92,14 @@ class Engine:
             )
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.max_slots, self.page_size = max_slots, page_size
-        self.device = jax.devices()[0]
+        self.device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         on_cpu = self.device.platform == "cpu"
         self.prefill_chunk = prefill_chunk or (128 if on_cpu else 512)
         self.default_budget = 31 if on_cpu else 63
         self.implementation: Implementation = implementation
         self.names = names
         self.policy: TreePolicy = SpineFirst()
-        self.programs = Programs(target, drafter)
+        self.programs = Programs(target, drafter, mesh)
         self._states: dict[tuple[int, int, bool], DecodeState] = {}
 
     # ---------------------------------------------------------------- requests
@@ -216,32 +217,7 @@ class Engine:
         if kept is not None:
             return kept
         self._states.clear()  # one set of caches at a time
-        config, dtype = self.target.config, self.target.dtype
-        per_slot = capacity // self.page_size
-        cache = init_cache(
-            config, drafter, slots=slots, pages=slots * per_slot, page_size=self.page_size, dtype=dtype
-        )
-        block = drafter.block_size if drafter is not None else 1
-        taps = None
-        if drafter is not None:
-            taps = jnp.zeros((slots, block, len(drafter.target_layer_ids) * config.hidden_size), dtype)
-
-        # One array each: donated buffers must not be shared.
-        def zeros() -> jax.Array:
-            return jnp.zeros((slots,), jnp.int32)
-
-        return DecodeState(
-            cache=cache,
-            block_tables=jnp.zeros((slots, per_slot), jnp.int32),
-            lengths=zeros(),
-            anchor=zeros(),
-            taps=taps,
-            num_taps=zeros(),
-            active=jnp.zeros((slots,), bool),
-            remaining=zeros(),
-            stop_ids=jnp.full((slots, max(len(config.eos_token_ids), 1)), -1, jnp.int32),
-            histogram=jnp.zeros((slots, block + 1), jnp.int32),
-        )
+        return self.programs.init(drafter, slots, capacity, self.page_size)
 
     def _prefill(
         self, state: DecodeState, slot: int, request: _Running, spec: RoundSpec
@@ -304,7 +280,7 @@ class Engine:
             if running:
                 result = self.programs.decode(state, burst, spec, buffer)
                 assert result is not None
-                state, output, histogram = result
+                state, (output, histogram) = result
                 flying.append((dict(running), output, histogram))
             if flying and (len(flying) > 1 or not running):
                 owners, output, histogram = flying.popleft()
