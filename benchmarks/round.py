@@ -71,16 +71,15 @@ def spec_of(case: Case, drafter: DrafterConfig, capacity: int, kernels: Any) -> 
 
 def copy_bandwidth(gigabytes: float) -> float:
     """Bytes read and written a second by a large copy on one device, median of 5."""
-    x = jnp.ones((int(gigabytes * 2**29),), jnp.bfloat16)
-    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    passes = 10
+    x = jnp.ones((int(gigabytes * 2**28),), jnp.float32)
+    add = jax.jit(lambda x: jax.lax.fori_loop(0, passes, lambda i, x: x + 1, x), donate_argnums=0)
     x = add(x).block_until_ready()
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        for _ in range(10):
-            x = add(x)
-        x.block_until_ready()
-        seconds.append((time.perf_counter() - start) / 10)
+        x = add(x).block_until_ready()
+        seconds.append((time.perf_counter() - start) / passes)
     return 2 * x.nbytes / statistics.median(seconds)
 
 
@@ -265,8 +264,9 @@ def report(
             | {"seconds": seconds, "floor_bytes": bytes_, "floor_seconds": floor, "ratio": median / floor, "c": cost}
             | {"tokens_per_second": rate}
         )
+        spread = max(seconds) - min(seconds)
         print(
-            f"{case.method:10} {case.context:8} {case.batch:5} {1e3 * median:10.3f} {1e3 * (max(seconds) - min(seconds)):9.3f}"
+            f"{case.method:10} {case.context:8} {case.batch:5} {1e3 * median:10.3f} {1e3 * spread:9.3f}"
             f" {1e3 * floor:10.3f} {median / floor:6.3f} {'     ' if cost is None else f'{cost:5.3f}'}"
             f" {'      -' if rate is None else f'{rate:7.1f}'}",
             flush=True,
@@ -373,7 +373,8 @@ def prefill_report(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any
         median = statistics.median(seconds)
         share = flops_per_token * tokens / median / (peak * args.tp)
         rows.append({"tokens": tokens, "seconds": seconds, "share": share, "peak": peak})
-        print(f"  {tokens:7} tokens {1e3 * median:9.1f} ms {tokens / median:10.0f} tok/s {100 * share:5.1f} %", flush=True)
+        rate = f"{tokens / median:10.0f} tok/s {100 * share:5.1f} %"
+        print(f"  {tokens:7} tokens {1e3 * median:9.1f} ms {rate}", flush=True)
     return rows
 
 

@@ -1,5 +1,7 @@
 """Grouped-query attention with q/k norms, optionally gated: the target's and, ungated, the drafter's."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,7 +20,7 @@ class Attention(nnx.Module):
     """
 
     # Keys and values only: the drafter projects its context to them and to no query.
-    JOINED = {"kv_proj": ("k_proj", "v_proj")}
+    JOINED: ClassVar = {"kv_proj": ("k_proj", "v_proj")}
 
     def __init__(
         self,

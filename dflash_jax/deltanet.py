@@ -5,6 +5,7 @@ earlier inputs the convolution reads and which rows the delta rule lets see each
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ class GatedDeltaNet(nnx.Module):
     With `shards`, a device holds its share of the key heads and the value heads that use them.
     """
 
-    JOINED = {"in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")}
+    JOINED: ClassVar = {"in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")}
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ fp32; products take the weights' dtype and accumulate in fp32.
 """
 
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ class RMSNorm(nnx.Module):
 class SwiGLU(nnx.Module):
     """W_down (silu(W_gate x) · W_up x)."""
 
-    JOINED = {"gate_up_proj": ("gate_proj", "up_proj")}
+    JOINED: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
 
     def __init__(
         self,

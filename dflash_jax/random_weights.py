@@ -1,7 +1,6 @@
 """Models of a given shape with random weights, made where they will live: for benchmarks and compile checks."""
 
 import functools
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,6 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.layers import join
 from dflash_jax.sharding import parameter_spec
 from dflash_jax.target import Target
-
-M = TypeVar("M", bound=nnx.Module)
 
 
 def abstract_target(config: TargetConfig, dtype: jax.typing.DTypeLike, mesh: Mesh | None) -> Target:
@@ -63,7 +60,7 @@ def _abstract(make, mesh: Mesh | None):  # type: ignore[no-untyped-def]
     return module
 
 
-def _fill(module: M, seed: int) -> M:
+def _fill[M: nnx.Module](module: M, seed: int) -> M:
     for index, (path, leaf) in enumerate(nnx.to_flat_state(nnx.state(module))):
         value = leaf.get_value()
         make = _maker(path[-1] if path[-1] != "weight" else path[-2], value.shape, value.dtype, value.sharding)

@@ -131,7 +131,7 @@ class Target(nnx.Module):
         return self.embed_tokens(tokens)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """fp32 logits of normed hidden states, of this device's slice of the vocabulary; the drafter shares the head."""
+        """fp32 logits of normed hidden states, on this device's slice of the vocabulary; the drafter shares them."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return head_logits(head.weight[...], hidden)
 
