@@ -19,6 +19,7 @@ from dflash_jax.cache import reset_slots
 from dflash_jax.drafter import Drafter
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
 from dflash_jax.target import Target
+from pallas_kernels import dispatch
 
 
 def admit_slot(
@@ -61,6 +62,7 @@ class Programs:
         self._target_def, self._target = nnx.split(target)
         self._drafter_def, self._drafter = nnx.split(drafter) if drafter is not None else (None, None)
         self._compiled: dict[Any, Any] = {}
+        self._choices: dict[Any, dispatch.Choices] = {}
         self.compile_seconds = 0.0
         self.on_compile: Callable[[str], None] = lambda name: None
 
@@ -79,9 +81,21 @@ class Programs:
         if key not in self._compiled:
             self.on_compile(name)
             start = time.perf_counter()
-            self._compiled[key] = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+            with dispatch.recording() as choices:
+                lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+            self._compiled[key] = lowered.compile()
+            self._choices[key] = choices
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[key]
+
+    def kernels(self, *specs: RoundSpec) -> dict[str, str]:
+        """Op -> implementation in the programs compiled for `specs`; "pallas+xla" where its calls differ."""
+        found: dispatch.Choices = {}
+        for (_, static, _), choices in self._choices.items():
+            if static and static[0] in specs:
+                for op, names in choices.items():
+                    found.setdefault(op, set()).update(names)
+        return {op: "+".join(sorted(names)) for op, names in sorted(found.items())}
 
     def decode(
         self, state: DecodeState, max_rounds: int, spec: RoundSpec, buffer: int, *, compile_only: bool = False
