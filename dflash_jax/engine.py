@@ -333,6 +333,7 @@ class Engine:
             tokens_per_second=(len(ids) - 1) / seconds if len(ids) > 1 and seconds > 0 else 0.0,
             device=self.device.device_kind,
             dtype=str(jnp.dtype(self.target.dtype)),
+            kernels=self.programs.kernels(spec, _prefill_spec(spec)),
             model=self.names[0],
             draft_model=self.names[1] if spec.budget else None,
             seed=request.params.seed,

@@ -23,7 +23,7 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
 from dflash_jax.sharding import REPLICATED, named, parameter_specs, shard_program, state_specs
 from dflash_jax.target import Target
-from pallas_kernels.dispatch import target_device
+from pallas_kernels import dispatch
 
 TRITON_ROWS = 32
 
@@ -63,7 +63,7 @@ def _options(rows: int) -> dict[str, bool | int | str] | None:
     XLA's own products are the faster ones up to some 32 rows, and cuBLAS' above: at 64 rows of the 27B matrices an H200
     reads the weights at 3.3 TB/s with the former and at 3.7 TB/s with the latter.
     """
-    if target_device().platform not in ("gpu", "cuda") or rows <= TRITON_ROWS:
+    if dispatch.target_device().platform not in ("gpu", "cuda") or rows <= TRITON_ROWS:
         return None
     return {"xla_gpu_enable_triton_gemm": False}
 
@@ -83,6 +83,7 @@ class Programs:
         self._mesh = mesh
         self._config, self._dtype = target.config, target.dtype
         self.compiled: dict[Any, Any] = {}
+        self._choices: dict[Any, dispatch.Choices] = {}
         self.compile_seconds = 0.0
         self.on_compile: Callable[[str], None] = lambda name: None
 
@@ -117,8 +118,10 @@ class Programs:
                 for i, x in enumerate(arguments)
             )
             sharded = shard_program(function, self._mesh, specs, (specs[donate], REPLICATED))
-            lowered = jax.jit(sharded, donate_argnums=donate).lower(*arguments)
+            with dispatch.recording() as choices:
+                lowered = jax.jit(sharded, donate_argnums=donate).lower(*arguments)
             self.compiled[key] = lowered.compile(_options(rows))
+            self._choices[key] = choices
             self.compile_seconds += time.perf_counter() - start
         return self.compiled[key]
 
@@ -134,6 +137,15 @@ class Programs:
         if self._mesh is None:
             return make()
         return jax.jit(make, out_shardings=named(self._mesh, state_specs(jax.eval_shape(make))))()
+
+    def kernels(self, *specs: RoundSpec) -> dict[str, str]:
+        """Op -> implementation in the programs compiled for `specs`; "pallas+xla" where its calls differ."""
+        found: dispatch.Choices = {}
+        for (_, static, _), choices in self._choices.items():
+            if static and static[0] in specs:
+                for op, names in choices.items():
+                    found.setdefault(op, set()).update(names)
+        return {op: "+".join(sorted(names)) for op, names in sorted(found.items())}
 
     def decode(
         self, state: DecodeState, max_rounds: int, spec: RoundSpec, buffer: int, *, compile_only: bool = False

@@ -48,6 +48,8 @@ MODELS: dict[str, Heads] = {
 PREFILL_ROWS: dict[str, tuple[int, ...]] = {
     "qwen3.6-27b": (512, 8192), "qwen3.6-27b-tp2": (512, 8192), "bundled": (128, 2048),
 }  # fmt: skip
+# Rows at which the tree rule and what surrounds it are timed.
+TIMED_ROWS: dict[str, tuple[int, ...]] = {"qwen3.6-27b": (1, 16, 32, 64), "bundled": (16,)}
 
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
