@@ -26,6 +26,14 @@ def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     return FP32 if dtype == jnp.float32 else None
 
 
+def _product(x: Float[Array, "... i"], weight: Float[Array, "o i"]) -> Float[Array, "... o"]:
+    """x Wᵀ in x's dtype; sums are fp32 inside (a bf16 result asks for no copy in fp32 on the way)."""
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(
+        x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=x.dtype
+    )
+
+
 class Linear(nnx.Module):
     """y = x Wᵀ, no bias. `weight` is [out, in].
 
@@ -48,13 +56,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Applies the map to the last axis, in x's dtype."""
-        weight = self.weight[...]
-        dims = (((x.ndim - 1,), (1,)), ((), ()))
-        out = jax.lax.dot_general(
-            x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=jnp.float32
-        )
         # Rounded before the sum: in bf16 half the bytes travel.
-        return psum(out.astype(x.dtype), self.shards)
+        return psum(_product(x, self.weight[...]), self.shards)
 
 
 class Joined(nnx.Module):
@@ -64,13 +67,12 @@ class Joined(nnx.Module):
         self.weight = nnx.Param(weight)
         self.widths = widths
 
-    def __call__(self, x: Float[Array, "... i"]) -> list[Float[Array, "... _"]]:
-        """The maps' outputs, in x's dtype."""
-        weight = self.weight[...]
-        dims = (((x.ndim - 1,), (1,)), ((), ()))
-        out = jax.lax.dot_general(
-            x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=jnp.float32
-        ).astype(x.dtype)
+    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        """The maps' outputs side by side, in x's dtype."""
+        return _product(x, self.weight[...])
+
+    def split(self, out: Float[Array, "... o"]) -> list[Float[Array, "... _"]]:
+        """The output of each map."""
         return jnp.split(out, np.cumsum(self.widths[:-1]).tolist(), axis=-1)
 
 
@@ -142,8 +144,14 @@ def project(module: nnx.Module, name: str, x: Float[Array, "... i"]) -> list[Flo
     """The maps that `module.JOINED[name]` lists, applied to x: one product if they were joined, else one each."""
     joined = getattr(module, name, None)
     if joined is not None:
-        return joined(x)
+        return joined.split(joined(x))
     return [getattr(module, part)(x) for part in type(module).JOINED[name]]  # type: ignore[attr-defined]
+
+
+def project_joined(module: nnx.Module, name: str, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+    """The same, side by side in one array."""
+    joined = getattr(module, name, None)
+    return joined(x) if joined is not None else jnp.concatenate(project(module, name, x), axis=-1)
 
 
 class Embedding(nnx.Module):

@@ -186,7 +186,7 @@ class Target(nnx.Module):
                         rows.ancestors,
                         rows.conv_taps,
                         context.recurrent,
-                        context.conv[place],
+                        context.conv,
                         layer=place,
                         precise=precise,
                         implementation=implementation,

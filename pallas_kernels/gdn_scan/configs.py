@@ -42,6 +42,14 @@ class TreeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """Of `step_kernel`. Attributes: block_dv (value dims a program), num_warps."""
+
+    block_dv: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
 class CommitConfig:
     """Of `commit_kernel`. Attributes as `TreeConfig`'s."""
 
@@ -88,11 +96,12 @@ class ChunkConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Configs of one device kind and width. `tree` is by padded row count."""
+    """Configs of one device kind and width. `tree` is by padded row count; `step` is for one row."""
 
     tree: dict[int, TreeConfig]
     commit: CommitConfig
     chunk: ChunkConfig
+    step: StepConfig = StepConfig(32, 4)
 
 
 # Where a program's products of row tiles outnumber its registers, some spill on Ampere (bytes a thread in brackets):
