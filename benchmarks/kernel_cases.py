@@ -240,7 +240,8 @@ class Layer:
         return Case(
             op="tree_delta_rule", name=f"tree_delta_rule/{self.name}/{rows}", build=build, call=call,
             chain=((1, 2),) if rows == 1 else ((2, 3),), nudged=(0, 1, 4) if rows == 1 else (0, 1, 2, 4),
-            layers=h.layers, moved=self.state_bytes + self._row_bytes(rows) + rows**2 + results, flops=flops, configs=configs,
+            layers=h.layers, moved=self.state_bytes + self._row_bytes(rows) + rows**2 + results, flops=flops,
+            configs=configs,
             counterpart=("tree", h, rows, ancestors),
         )  # fmt: skip
 

@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.sharding import ROWS, Vocabulary, psum, shard_program
+from pallas_kernels.add_norm import add_norm
+from pallas_kernels.add_norm.reference import rms_norm
+from pallas_kernels.dispatch import Implementation
 
 # fp32 is asked for to get fp32: without this a GPU would silently round fp32 operands to TF32.
 FP32 = jax.lax.Precision.HIGHEST
@@ -86,13 +89,16 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """Norms the last axis, in x's dtype."""
-        weight = self.weight[...].astype(jnp.float32)
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        if self.zero_centered:
-            return (y * (1.0 + weight)).astype(x.dtype)
-        # The dense models round to the activations' dtype before scaling (Hugging Face Qwen3RMSNorm).
-        return (y.astype(x.dtype) * weight.astype(x.dtype)).astype(x.dtype)
+        return rms_norm(x, self.weight[...], eps=self.eps, zero_centered=self.zero_centered)
+
+    def add(
+        self, x: Float[Array, "... d"], update: Float[Array, "... d"], implementation: Implementation
+    ) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:
+        """The residual sum x + update, and its norm."""
+        return add_norm(
+            x, update, self.weight[...], eps=self.eps, zero_centered=self.zero_centered,
+            implementation=implementation,
+        )  # fmt: skip
 
 
 class SwiGLU(nnx.Module):

@@ -23,6 +23,7 @@ from pallas_kernels.gdn_scan.configs import (
     TABLES,
     ChunkConfig,
     CommitConfig,
+    StepConfig,
     TreeConfig,
     table_for,
 )
