@@ -109,7 +109,7 @@ _BF16 = Table(
     chunk=ChunkConfig(64, 32, 64, "bf16x2", num_stages=2),
 )
 # Ampere's matrix instructions take both operands from registers, and then two of Hopper's choices spill: the chunk rule
-# is free of it with narrower programs, the widest tree spills an eighth of the bytes with half the warps.
+# is free of it with narrower programs, the widest tree spills a quarter of the bytes a thread with half the warps.
 _BF16_AMPERE = Table(
     tree=_BF16.tree | {128: dataclasses.replace(_BF16.tree[128], num_warps=8)},
     commit=_BF16.commit,
