@@ -34,7 +34,9 @@ SUBSET = (
 _PARITY = "fp32 serves tests and parity only, and its split products need two or three registers a number"
 _WIDEST = "every tiling tried spills; trees of up to 64 rows, the default, spill nothing"
 _PREPARE = "eleven registers, once a chunk; no key block or number of warps tried is without"
-_BUNDLED = "two registers, for the bundled pair alone; key blocks of 16 avoid it and halve every model's loads"
+_BUNDLED = (
+    "two registers, for the bundled pair alone; key blocks of 16 avoid it and halve every model's loads"
+)
 # (devices, kernel and case, most bytes a thread, why that is accepted). What no line names may not spill at all.
 SPILLS: tuple[tuple[str, str, int, str], ...] = (
     ("a6000", r"gdn_tree_128 .*/bfloat16/128", 528, _WIDEST),
