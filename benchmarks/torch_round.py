@@ -29,7 +29,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def timed(
 
 
 @contextlib.contextmanager
-def limit(seconds: float) -> Iterator[None]:
+def limit(seconds: float) -> Generator[None]:
     """Raises TimeoutError in the block that takes longer, when Python next gets to run; in the main thread only."""
 
     def late(*_: Any) -> None:
@@ -131,9 +131,9 @@ def run_sections(
                 raise TimeoutError("left out, see --seconds")
             with limit(left):
                 section()
-        except Exception:
-            if time.monotonic() >= end and left > 0:  # whatever a library made of the TimeoutError
-                error = TimeoutError("broken off, see --seconds")
+        except Exception as caught:
+            late = time.monotonic() >= end and left > 0  # whatever a library made of the TimeoutError
+            error = TimeoutError("broken off, see --seconds") if late else caught
             first, *_ = str(error).strip().splitlines() or [""]
             errors[name] = f"{type(error).__name__}: {first}"
             print(f"{name}: {errors[name]}", flush=True)
