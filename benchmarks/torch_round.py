@@ -347,7 +347,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--layers", type=_positive, help="cut the targets to their first layers")
     add("--tiny", action="store_true", help="widths that a CPU can run, to try the program; no result")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--seconds", type=float, default=150.0, metavar="S", help="end after so long (default: 150)")
+    add("--seconds", type=float, default=140.0, metavar="S", help="end after so long (default: 140)")
     add("--json", type=Path, metavar="FILE", help="write every measurement")
     return parser
 

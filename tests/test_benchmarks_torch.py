@@ -67,7 +67,7 @@ def test_bad_flags_end_with_status_2(argv, words, capsys: pytest.CaptureFixture[
 
 def test_defaults() -> None:
     args = build_parser().parse_args([])
-    assert (args.sections, args.context, args.seconds) == (list(SECTIONS), 1024, 150)
+    assert (args.sections, args.context, args.seconds) == (list(SECTIONS), 1024, 140)
     assert args.iterations >= 20 and args.layers is None and not args.tiny
     assert build_parser().parse_args(["--sections", "27b,8b"]).sections == ["27b", "8b"]
 
