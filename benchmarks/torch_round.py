@@ -3,7 +3,7 @@
 Random bf16 weights made on the device, batch 1, a cache of --context tokens. Sections, in this order:
 
 - 8b: Qwen3-8B in transformers; an eager pass over 1, 16 and 64 rows, then the same kernels in a CUDA graph.
-- dflash: the PyPI package of that name, its own loop at that shape: its autoregressive step, one cycle of draft and
+- dflash: the Python package of that name, its own loop at that shape: its autoregressive step, one cycle of draft and
   verification. Needs the package (`pip install --no-deps dflash==0.1.0`, or its folder on PYTHONPATH).
 - 27b: Qwen3.6-27B in transformers, as 8b. Its delta rule is the one in PyTorch operations, unless fla is installed.
 - compiled: Qwen3-8B under torch.compile(mode="reduce-overhead") with a static cache: CUDA graphs of fused kernels.
