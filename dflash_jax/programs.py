@@ -58,14 +58,17 @@ def release_slots(state: DecodeState, slots: Bool[Array, " B"]) -> tuple[DecodeS
 
 
 def _options(rows: int) -> dict[str, bool | int | str] | None:
-    """Compiler options for products of this many rows with weights.
+    """Compiler options of a program whose products with weights have so many rows; None where XLA's own serve.
 
-    XLA's own products are the faster ones up to some 32 rows, and cuBLAS' above: at 64 rows of the 27B matrices an H200
-    reads the weights at 3.3 TB/s with the former and at 3.7 TB/s with the latter.
+    On a GPU, products that share an input stay as they are: XLA would join them by copying their weights side by side
+    in every round (`layers.join` has done that once, where it pays).
     """
-    if dispatch.target_device().platform not in ("gpu", "cuda") or rows <= TRITON_ROWS:
+    if dispatch.target_device().platform not in ("gpu", "cuda"):
         return None
-    return {"xla_gpu_enable_triton_gemm": False}
+    options: dict[str, bool | int | str] = {"xla_disable_hlo_passes": "dot-merger"}
+    if rows > TRITON_ROWS:
+        options["xla_gpu_enable_triton_gemm"] = False
+    return options
 
 
 class Programs:

@@ -124,7 +124,7 @@ class Target(nnx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of weights and activations."""
-        return self.embed_tokens.weight[...].dtype
+        return self.embed_tokens.weight.get_value().dtype
 
     def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
         """Token embeddings; the drafter shares them."""
