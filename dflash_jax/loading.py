@@ -57,7 +57,7 @@ def load(
       model: a Hugging Face folder, an Orbax folder made by `python -m convert`, or a Hub id; None for the bundled
         target.
       draft_model: the same for the drafter; None for no drafter (for the bundled target: its own).
-      tp: tensor-parallel devices.
+      tp: devices that share each layer; in a run of several processes (`jax.distributed`), all of them.
       dtype: "auto", "bfloat16" or "float32".
       max_model_len: longest prompt + generated text; None for the model's own limit.
       max_slots: requests decoded at once.
@@ -80,7 +80,7 @@ def load(
         draft_model = BUNDLED_DRAFTER
     folder = resolve_model(str(model), revision) if model is not None else BUNDLED_TARGET
     kind = choose_dtype(dtype, folder)
-    mesh = make_mesh(tp) if tp != 1 else None
+    mesh = make_mesh(tp) if tp != 1 or jax.process_count() > 1 else None
     target_config, target = load_target(folder, kind, mesh, progress=progress)
     join(target, mesh)
     drafter = None
