@@ -15,6 +15,7 @@ from dflash_jax.acceptance import greedy
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
+from dflash_jax.memory_plan import MemoryPlanner, context_capacity, power_of_two
 from dflash_jax.pages import PagePool
 from dflash_jax.programs import Programs
 from dflash_jax.request import Chunk, Completion, SamplingParams
@@ -27,8 +28,6 @@ from pallas_kernels.dispatch import Implementation
 
 Prompt = str | Sequence[int]
 
-# Context capacity doubles from here, so that requests of similar length share their compiled programs.
-SMALLEST_CONTEXT = 512
 # Tokens a slot that one burst of rounds can hand to the host.
 BURST_TOKENS = 256
 
@@ -47,10 +46,6 @@ class _Running:
     admitted: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _prefill_spec(spec: RoundSpec) -> RoundSpec:
@@ -83,6 +78,7 @@ class Engine:
         implementation: Implementation = "auto",
         names: tuple[str, str | None] = ("target", None),
         mesh: Mesh | None = None,
+        memory: MemoryPlanner | None = None,
     ):
         limit = target.config.max_position_embeddings
         self.max_model_len = limit if max_model_len is None else max_model_len
@@ -100,6 +96,7 @@ class Engine:
         self.names = names
         self.policy: TreePolicy = SpineFirst()
         self.programs = Programs(target, drafter, mesh)
+        self._memory = memory
         self._states: dict[tuple[int, int, bool], DecodeState] = {}
 
     # ---------------------------------------------------------------- requests
@@ -203,8 +200,7 @@ class Engine:
             raise ValueError(f"{len(prompts)} prompts but {len(params)} parameter sets")
         requests = [self._request(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
         longest = max((len(r.prompt) + r.limit for r in requests), default=1)
-        capacity = max(SMALLEST_CONTEXT, _power_of_two(longest))
-        capacity = -(-capacity // self.page_size) * self.page_size
+        capacity = context_capacity(longest, self.page_size)
         groups: dict[RoundSpec, list[_Running]] = {}
         for request in requests:
             groups.setdefault(self.spec_of(request.params, capacity), []).append(request)
@@ -248,7 +244,9 @@ class Engine:
     ) -> Iterator[tuple[int, Chunk]]:
         """Continuous batching over the slots, the host one burst behind the device."""
         drafter = self.drafter.config if self.drafter is not None and spec.budget else None
-        slots = _power_of_two(min(len(group), self.max_slots))
+        slots = power_of_two(min(len(group), self.max_slots))
+        if self._memory is not None:
+            slots = self._memory.fit(slots, capacity).slots
         compiled_before = self.programs.compile_seconds
         state = self._state(slots, capacity, drafter)
         pool = PagePool(slots * (capacity // self.page_size), self.page_size)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 # Nothing here may import JAX: --help and a mistyped flag must not wait for it.
-from dflash_jax import __version__
+from dflash_jax import __version__, distributed
 from dflash_jax.errors import UserError
 from dflash_jax.prompts import PromptText, encode_prompt, read_prompts
 from dflash_jax.request import METHODS, Completion, SamplingParams
@@ -80,9 +80,18 @@ def build_parser() -> argparse.ArgumentParser:
     models.add_argument("--draft-model", help="the same for its DFlash drafter")
     models.add_argument("--revision", help="branch, tag or commit of Hub ids")
     models.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations (default: auto)")
-    models.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel devices (this version: 1)")
+    models.add_argument("--tp", type=int, default=1, metavar="N", help="devices that share each layer (default: 1)")
     models.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt + text (default: the model's)")
     models.add_argument("--kernels", choices=KERNELS, default="auto", help="implementation (default: auto)")
+
+    processes = parser.add_argument_group(
+        "several processes",
+        "Start the same command line in each; --tp counts all their devices, and process 0 prints. Flags left out are"
+        f" read from {', '.join(distributed.VARIABLES.values())}.",
+    )
+    processes.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    processes.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+    processes.add_argument("--process-id", type=int, metavar="I", help="which this is, from 0")
 
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("stdin", nargs="?", choices=["-"], metavar="-", help="read one prompt from standard input")
@@ -149,6 +158,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError("--method mtp is not available in this version; use ar, dflash or ddtree")
     if args.compare and args.method != "auto":
         raise UserError(f"--method and --compare exclude each other; give the methods as --compare ar,{args.method}")
+    if args.tp < 1:
+        raise UserError(f"--tp {args.tp}: must be at least 1")
     if args.stream and (args.json or args.compare):
         raise UserError(f"--stream cannot be combined with {'--json' if args.json else '--compare'}; leave it out")
 
@@ -211,10 +222,18 @@ def set_up_compile_cache(folder: str | None) -> None:
 
 
 def _start_jax(args: argparse.Namespace) -> None:
-    """Imports JAX and finds its devices; `UserError` where it has none."""
+    """Imports JAX, joins the other processes and finds the devices; `UserError` where there are none."""
+    several = distributed.settings(args.coordinator, args.num_processes, args.process_id)
     import jax
 
     set_up_compile_cache(args.compile_cache_dir)
+    if several is not None:
+        distributed.connect(*several)
+        process = several[2]
+        distributed.claim_stdout(process)
+        args.stream = bool(args.stream)  # not by each one's own terminal: they must run the same programs
+        if process:
+            args.progress, args.json = False, True  # says nothing: its stdout is gone, and JSON has no summary
     try:
         jax.devices()
     except RuntimeError as error:

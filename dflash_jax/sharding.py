@@ -31,7 +31,9 @@ _PARAMETERS: dict[str, PartitionSpec] = {
     **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj"), ROWS),  # heads
     **dict.fromkeys(("conv1d", "A_log", "dt_bias"), ROWS),  # heads
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), ROWS),  # MLP width
-    **dict.fromkeys(("o_proj", "out_proj", "down_proj", "fc"), COLUMNS),  # what the rows above made; summed after
+    **dict.fromkeys(
+        ("o_proj", "out_proj", "down_proj", "fc"), COLUMNS
+    ),  # what the rows above made; summed after
 }
 
 # Fields of the decode state that have heads: the dimension that is split.
@@ -46,11 +48,15 @@ def make_mesh(tp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
       devices: which (described ones for a compile without a GPU); None for the first of this run.
 
     Raises:
-      UserError: there are fewer.
+      UserError: there are fewer, or some would be left over in a run of several processes, which all take part.
     """
+    own = devices is None
     devices = jax.devices() if devices is None else list(devices)
     if tp < 1 or tp > len(devices):
         raise UserError(f"--tp {tp}: this run has {len(devices)} device(s) ({devices[0].device_kind})")
+    if own and jax.process_count() > 1 and tp != len(devices):
+        count, all_devices = jax.process_count(), len(devices)
+        raise UserError(f"--tp {tp}: {count} processes have {all_devices} devices; use --tp {all_devices}")
     return Mesh(np.asarray(devices[:tp]), (AXIS,))
 
 

@@ -1,11 +1,25 @@
 """Small random models shared by tests: well-conditioned, and random enough that text and trees vary."""
 
+import json
+import shutil
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.config import FULL, LINEAR, DrafterConfig, RopeConfig, TargetConfig
+from convert import save_drafter, save_target
+from dflash_jax.config import (
+    FULL,
+    LINEAR,
+    DrafterConfig,
+    RopeConfig,
+    TargetConfig,
+    parse_drafter_config,
+    parse_target_config,
+)
 from dflash_jax.drafter import Drafter
+from dflash_jax.loading import BUNDLED_DRAFTER, BUNDLED_TARGET
 from dflash_jax.target import Target
 
 VOCAB = 96
@@ -40,7 +54,9 @@ def drafter_config(target: TargetConfig, **changes: object) -> DrafterConfig:
 def randomise(module: nnx.Module, seed: int, std: float = 0.15) -> None:
     """Gives every weight a random value; norms and gates stay near where trained models have them."""
     key = jax.random.key(seed)
-    for index, (path, leaf) in enumerate(sorted(nnx.to_flat_state(nnx.state(module)), key=lambda item: str(item[0]))):
+    for index, (path, leaf) in enumerate(
+        sorted(nnx.to_flat_state(nnx.state(module)), key=lambda item: str(item[0]))
+    ):
         noise = jax.random.normal(jax.random.fold_in(key, index), leaf.shape, jnp.float32)
         name = ".".join(map(str, path))
         if name.endswith("A_log"):
@@ -69,3 +85,28 @@ def random_drafter(target: Target, seed: int = 1, **changes: object) -> Drafter:
     drafter = Drafter(drafter_config(target.config, **changes), rngs=nnx.Rngs(0))
     randomise(drafter, seed)
     return drafter
+
+
+def save_random_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
+    """Folders of a small random pair in fp32: the bundled pair's configs, cut down, and its tokenizer."""
+    raw = json.loads((BUNDLED_TARGET / "config.json").read_text())
+    raw |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "hidden_size": 64, "dtype": "float32"}
+    draft = json.loads((BUNDLED_DRAFTER / "config.json").read_text())
+    draft |= {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_target_layers": 2,
+        "dtype": "float32",
+        "block_size": 4,
+    }
+    draft |= {"num_hidden_layers": 1, "layer_types": draft["layer_types"][:1], "max_window_layers": 1}
+    draft["dflash_config"]["target_layer_ids"] = [0, 1]
+    target = Target(parse_target_config(raw), rngs=nnx.Rngs(0))
+    drafter = Drafter(parse_drafter_config(draft)[0], rngs=nnx.Rngs(0))
+    randomise(target, seed)
+    randomise(drafter, seed + 1)
+    save_target(folder / "target", raw, target)
+    save_drafter(folder / "drafter", draft, drafter)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_TARGET / name, folder / "target")
+    return folder / "target", folder / "drafter"

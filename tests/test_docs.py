@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-import dflash_jax
+from benchmarks.shapes import configs
 from dflash_jax import SamplingParams, UserError
 from dflash_jax.config import parse_drafter_config, parse_target_config
 from dflash_jax.engine import Engine
 from dflash_jax.loading import BUNDLED_DRAFTER, BUNDLED_TARGET
 from dflash_jax.request import Method
+from dflash_jax.sharding import check_divides
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train.settings import RECIPES, load_draft_recipe, load_target_recipe
 from tests.models import random_target
@@ -181,7 +182,7 @@ def method_without_drafter(method: Method) -> str:
     "cause",
     [
         lambda: SamplingParams(temperature=0.7),
-        lambda: dflash_jax.load(tp=2),
+        lambda: check_divides(configs("qwen3.6-27b")[0], None, 3),
         lambda: method_without_drafter("mtp"),
         lambda: method_without_drafter("ddtree"),
         lambda: parse_target_config({"model_type": "llama"}),
