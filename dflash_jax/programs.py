@@ -18,6 +18,7 @@ from dflash_jax import round as rounds
 from dflash_jax.cache import reset_slots
 from dflash_jax.drafter import Drafter
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
+from dflash_jax.sampling import SamplingState
 from dflash_jax.target import Target
 
 
@@ -27,8 +28,12 @@ def admit_slot(
     table: Int[Array, " T"],
     limit: Int[Array, ""],
     stop_ids: Int[Array, " S"],
+    sampling: SamplingState | None,
 ) -> DecodeState:
-    """Empties a slot and gives it pages, a token limit and stop ids; nothing of its last request is left."""
+    """Empties a slot and gives it pages, a token limit, stop ids and its row of the sampling state.
+
+    Nothing of its last request is left.
+    """
     return dataclasses.replace(
         state,
         cache=reset_slots(state.cache, slot[None]),
@@ -41,6 +46,7 @@ def admit_slot(
         remaining=state.remaining.at[slot].set(limit),
         stop_ids=state.stop_ids.at[slot].set(stop_ids),
         histogram=state.histogram.at[slot].set(0),
+        sampling=jax.tree.map(lambda all_slots, own: all_slots.at[slot].set(own), state.sampling, sampling),
     )
 
 
@@ -74,8 +80,9 @@ class Programs:
     def _get(
         self, key: Any, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donate: int
     ) -> Any:
-        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments[donate]))
-        key = (name, key, shapes)
+        leaves, structure = jax.tree.flatten(arguments[donate])
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        key = (name, key, shapes, structure)
         if key not in self._compiled:
             self.on_compile(name)
             start = time.perf_counter()
@@ -135,7 +142,15 @@ class Programs:
         program = self._get((spec, len(tokens)), "prefill", run, arguments, 2)
         return None if compile_only else program(*arguments)
 
-    def admit(self, state: DecodeState, slot: int, table: Any, limit: int, stop_ids: Any) -> DecodeState:
+    def admit(
+        self,
+        state: DecodeState,
+        slot: int,
+        table: Any,
+        limit: int,
+        stop_ids: Any,
+        sampling: SamplingState | None = None,
+    ) -> DecodeState:
         """See `admit_slot`."""
         arguments = (
             state,
@@ -143,6 +158,7 @@ class Programs:
             jnp.asarray(table, jnp.int32),
             jnp.asarray(limit, jnp.int32),
             jnp.asarray(stop_ids, jnp.int32),
+            sampling,
         )
         return self._get((), "admit", admit_slot, arguments, 0)(*arguments)
 
