@@ -180,7 +180,7 @@ def method_without_drafter(method: Method) -> str:
 @pytest.mark.parametrize(
     "cause",
     [
-        lambda: SamplingParams(temperature=0.7),
+        lambda: SamplingParams(method="ddtree", draft_sampling="probabilistic"),
         lambda: dflash_jax.load(tp=2),
         lambda: method_without_drafter("mtp"),
         lambda: method_without_drafter("ddtree"),
