@@ -34,7 +34,7 @@ SETTINGS = {
         logit_bias=((2, 0.7),),
     ),
     "1.0": SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=-0.6, frequency_penalty=0.9),
-    "1.5": SamplingParams(temperature=1.5, top_k=6, top_p=0.97, min_p=0.12, repetition_penalty=1.5),
+    "1.5": SamplingParams(temperature=1.5, top_k=6, top_p=0.9, min_p=0.2, repetition_penalty=1.5),
 }  # fmt: skip
 PLAIN = SamplingParams(temperature=1.0)
 SPECS = {
