@@ -178,15 +178,21 @@ def test_drawn_drafts_do_not_depend_on_the_batch() -> None:
 def test_logprobs_are_the_models_own(method: str) -> None:
     """Against one causal pass over prompt and text: no temperature, filter, penalty or bias in them."""
     model = engine().target
+
+    @jax.jit
+    def own_log_probs(tokens: jax.Array, count: int) -> jax.Array:
+        order = jnp.arange(len(tokens))[None]
+        hidden = model(Rows(tokens[None], order, order < count), model.empty_context(1)).hidden
+        return jax.nn.log_softmax(model.logits(hidden)[0])
+
     for i, (params, result) in enumerate(zip(MIXED, together(method), strict=True)):
         if params.logprobs is None:
             assert result.logprobs is None
             continue
-        tokens = jnp.asarray([PROMPTS[i] + result.token_ids[:-1]])
-        rows = Rows(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones(tokens.shape, bool))
-        logits = model.logits(model(rows, model.empty_context(1)).hidden)[0, len(PROMPTS[i]) - 1 :]
+        text = PROMPTS[i] + result.token_ids[:-1]
+        expected = np.asarray(own_log_probs(jnp.asarray(text + [0] * (64 - len(text))), len(text)))
         assert result.logprobs is not None and [entry.token_id for entry in result.logprobs] == result.token_ids
-        for entry, row in zip(result.logprobs, np.asarray(jax.nn.log_softmax(logits)), strict=True):
+        for entry, row in zip(result.logprobs, expected[len(PROMPTS[i]) - 1 : len(text)], strict=True):
             best = np.argsort(-row)[: params.logprobs]
             assert [token for token, _ in entry.top] == best.tolist()
             got = [entry.logprob, *(value for _, value in entry.top)]
