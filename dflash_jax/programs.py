@@ -21,6 +21,7 @@ from dflash_jax.cache import reset_slots
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
+from dflash_jax.sampling import SamplingState
 from dflash_jax.sharding import REPLICATED, named, parameter_specs, shard_program, state_specs
 from dflash_jax.target import Target
 from pallas_kernels import dispatch
@@ -34,8 +35,12 @@ def admit_slot(
     table: Int[Array, " T"],
     limit: Int[Array, ""],
     stop_ids: Int[Array, " S"],
+    sampling: SamplingState | None,
 ) -> tuple[DecodeState, None]:
-    """Empties a slot and gives it pages, a token limit and stop ids; nothing of its last request is left."""
+    """Empties a slot and gives it pages, a token limit, stop ids and its row of the sampling state.
+
+    Nothing of its last request is left.
+    """
     state = dataclasses.replace(
         state,
         cache=reset_slots(state.cache, slot[None]),
@@ -48,6 +53,7 @@ def admit_slot(
         remaining=state.remaining.at[slot].set(limit),
         stop_ids=state.stop_ids.at[slot].set(stop_ids),
         histogram=state.histogram.at[slot].set(0),
+        sampling=jax.tree.map(lambda all_slots, own: all_slots.at[slot].set(own), state.sampling, sampling),
     )
     return state, None
 
@@ -111,8 +117,9 @@ class Programs:
         It returns the state and something that is alike on every device; the small things are that too. `rows` is how
         many rows its products with weights have.
         """
-        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments[donate]))
-        key = (name, key, shapes)
+        leaves, structure = jax.tree.flatten(arguments[donate])
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        key = (name, key, shapes, structure)
         if key not in self.compiled:
             self.on_compile(name)
             start = time.perf_counter()
@@ -144,11 +151,18 @@ class Programs:
     def kernels(self, *specs: RoundSpec) -> dict[str, str]:
         """Op -> implementation in the programs compiled for `specs`; "pallas+xla" where its calls differ."""
         found: dispatch.Choices = {}
-        for (_, static, _), choices in self._choices.items():
+        for (_, static, *_), choices in self._choices.items():
             if static and static[0] in specs:
                 for op, names in choices.items():
                     found.setdefault(op, set()).update(names)
         return {op: "+".join(sorted(names)) for op, names in sorted(found.items())}
+
+    def replicated(self, tree: Any) -> Any:
+        """The same arrays on every device."""
+        if self._mesh is None:
+            return tree
+        everywhere = named(self._mesh, jax.tree.map(lambda _: REPLICATED, tree))
+        return jax.device_put(jax.tree.map(np.asarray, tree), everywhere)
 
     def decode(
         self, state: DecodeState, max_rounds: int, spec: RoundSpec, buffer: int, *, compile_only: bool = False
@@ -203,7 +217,15 @@ class Programs:
         program = self._get((spec, len(tokens)), "prefill", run, arguments, 2)
         return None if compile_only else program(*arguments)
 
-    def admit(self, state: DecodeState, slot: int, table: Any, limit: int, stop_ids: Any) -> DecodeState:
+    def admit(
+        self,
+        state: DecodeState,
+        slot: int,
+        table: Any,
+        limit: int,
+        stop_ids: Any,
+        sampling: SamplingState | None = None,
+    ) -> DecodeState:
         """See `admit_slot`."""
         arguments = (
             state,
@@ -211,6 +233,7 @@ class Programs:
             np.asarray(table, np.int32),
             np.asarray(limit, np.int32),
             np.asarray(stop_ids, np.int32),
+            jax.tree.map(np.asarray, sampling),
         )
         return self._get((), "admit", admit_slot, arguments, 0)(*arguments)[0]
 

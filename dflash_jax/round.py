@@ -11,10 +11,18 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.acceptance import AcceptanceRule, greedy
+from dflash_jax.acceptance import AcceptanceRule, greedy, sampled_chain
 from dflash_jax.cache import Cache, Context, commit, commit_causal, init_cache, write_pages
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.drafter import Drafter
+from dflash_jax.sampling import (
+    SamplingState,
+    TokenLogprobs,
+    count_emitted,
+    count_prompt,
+    empty_logprobs,
+    token_logprobs,
+)
 from dflash_jax.target import Rows, Target, TargetOutput
 from dflash_jax.tree import (
     SpineFirst,
@@ -40,6 +48,8 @@ class RoundSpec:
       block_size: rows of the drafter's block, anchor included; the tree is at most block_size - 1 deep.
       policy: which prefixes the tree keeps.
       rule: how the target chooses a token from its logits.
+      sampled_draft: draw a chain from the drafter's marginals instead of building a tree of their best tokens.
+      logprobs: whether rounds also return log-probabilities.
       context_pages: entries of the block tables that are read, a bound on the context of the XLA kernels.
       implementation: kernel choice.
     """
@@ -48,6 +58,8 @@ class RoundSpec:
     block_size: int = 1
     policy: TreePolicy = dataclasses.field(default_factory=SpineFirst)
     rule: AcceptanceRule = greedy
+    sampled_draft: bool = False
+    logprobs: bool = False
     context_pages: int | None = None
     implementation: Implementation = "auto"
 
@@ -72,6 +84,7 @@ class DecodeState:
       remaining: tokens that the slot may still emit.
       stop_ids: tokens that end the slot's sequence, -1 where unused.
       histogram: rounds of the slot by tokens emitted.
+      sampling: how the slots sample; None where all of them are greedy.
     """
 
     cache: Cache
@@ -84,6 +97,7 @@ class DecodeState:
     remaining: Int[Array, " B"]
     stop_ids: Int[Array, "B S"]
     histogram: Int[Array, "B H"]
+    sampling: SamplingState | None = None
 
 
 def init_state(
@@ -128,6 +142,7 @@ class RoundOutput:
 
     tokens: Int[Array, "B D"]
     count: Int[Array, " B"]
+    logprobs: TokenLogprobs | None = None
 
 
 def draft(
@@ -223,6 +238,7 @@ def commit_walk(
         active=active,
         remaining=state.remaining - count,
         histogram=state.histogram + ((bins == count[:, None]) & (count > 0)[:, None]),
+        sampling=count_emitted(state.sampling, jnp.arange(count.shape[0]), walked.tokens, count),
     )
     return state, RoundOutput(tokens=walked.tokens, count=count)
 
@@ -235,15 +251,21 @@ def speculative_round(
     Emits, a slot, 1 … block_size tokens, all chosen by the target; inactive slots emit none and keep their state.
     """
     taps: tuple[int, ...] = ()
+    draft_scores = None
     if spec.budget and drafter is not None:
         with jax.named_scope("draft"):
             draft_kv, logits = draft(target, drafter, state, spec)
             state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))
         with jax.named_scope("tree"):
             length = spec.block_size - 1
-            depths, k = candidates_needed(length, target.config.vocab_size, spec.budget, spec.policy)
-            values, tokens = top_candidates(logits[:, :depths], k, target.vocabulary)
-            tree = grow_tree(state.anchor, values, tokens, spec.budget, spec.policy, length)
+            if spec.sampled_draft:
+                assert state.sampling is not None
+                log_probs = jax.nn.log_softmax(target.vocabulary.gather(logits))
+                tree, draft_scores = sampled_chain(state.anchor, log_probs, state.lengths, state.sampling)
+            else:
+                depths, k = candidates_needed(length, target.config.vocab_size, spec.budget, spec.policy)
+                values, tokens = top_candidates(logits[:, :depths], k, target.vocabulary)
+                tree = grow_tree(state.anchor, values, tokens, spec.budget, spec.policy, length)
         taps = drafter.config.target_layer_ids
     elif spec.budget:
         raise ValueError("a round with a tree needs a drafter")
@@ -255,11 +277,18 @@ def speculative_round(
         tree = root_only_tree(state.anchor)
     with jax.named_scope("verify"):
         output = verify(target, state, tree, taps, spec)
-        chosen = spec.rule(target.logits(output.hidden), tree, target.vocabulary)
+        logits = target.logits(output.hidden)
+    with jax.named_scope("rule"):
+        chosen = spec.rule(logits, tree, state.lengths, state.sampling, draft_scores, target.vocabulary)
     with jax.named_scope("walk"):
         walked = walk(tree, chosen)
     with jax.named_scope("commit"):
-        return commit_walk(state, output, walked, spec)
+        state, emitted = commit_walk(state, output, walked, spec)
+    if spec.logprobs:
+        on_path = logits[jnp.arange(logits.shape[0])[:, None], walked.path]
+        on_path = target.vocabulary.gather(on_path)
+        emitted = dataclasses.replace(emitted, logprobs=token_logprobs(on_path, walked.tokens))
+    return state, emitted
 
 
 def decode(
@@ -288,10 +317,18 @@ def decode(
         state, fresh = speculative_round(target, drafter, state, spec)
         order = jnp.arange(width)
         place = jnp.where(order < fresh.count[:, None], output.count[:, None] + order, buffer)
-        tokens = output.tokens.at[jnp.arange(slots)[:, None], place].set(fresh.tokens, mode="drop")
-        return state, RoundOutput(tokens=tokens, count=output.count + fresh.count), rounds + 1
+
+        def append(kept: Array, new: Array) -> Array:
+            return kept.at[jnp.arange(slots)[:, None], place].set(new, mode="drop")
+
+        tokens = append(output.tokens, fresh.tokens)
+        logprobs = jax.tree.map(append, output.logprobs, fresh.logprobs)
+        return state, RoundOutput(tokens, output.count + fresh.count, logprobs), rounds + 1
 
     empty = RoundOutput(tokens=jnp.zeros((slots, buffer), jnp.int32), count=jnp.zeros((slots,), jnp.int32))
+    if spec.logprobs:
+        logprobs = empty_logprobs(slots, buffer, target.config.vocab_size)
+        empty = dataclasses.replace(empty, logprobs=logprobs)
     state, output, _ = jax.lax.while_loop(going, body, (state, empty, jnp.zeros((), jnp.int32)))
     return state, output
 
@@ -341,7 +378,11 @@ def prefill(
             draft_kv = write_pages(cache.draft_kv, fresh, tables, rows.positions, valid)
             cache = dataclasses.replace(cache, draft_kv=draft_kv)
     final = jnp.take_along_axis(output.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-    first = spec.rule(target.logits(final), root_only_tree(tokens[:, 0]), target.vocabulary)
+    logits = target.logits(final)
+    sampling = count_prompt(state.sampling, slots, tokens, valid)
+    own = jax.tree.map(lambda leaf: leaf[slots], sampling)
+    root = root_only_tree(tokens[:, 0])
+    first = spec.rule(logits, root, start + count - 1, own, None, target.vocabulary)
 
     # The first token goes through the same cut as every later one.
     view = dataclasses.replace(
@@ -356,5 +397,7 @@ def prefill(
         num_taps=state.num_taps.at[slots].set(0),
         active=state.active.at[slots].set(active),
         remaining=state.remaining.at[slots].add(-emitted),
+        sampling=count_emitted(sampling, slots, first, emitted),
     )
-    return state, RoundOutput(tokens=first, count=emitted)
+    logprobs = token_logprobs(target.vocabulary.gather(logits), first) if spec.logprobs else None
+    return state, RoundOutput(first, emitted, logprobs)

@@ -181,7 +181,7 @@ def method_without_drafter(method: Method) -> str:
 @pytest.mark.parametrize(
     "cause",
     [
-        lambda: SamplingParams(temperature=0.7),
+        lambda: SamplingParams(method="ddtree", draft_sampling="probabilistic"),
         lambda: check_divides(configs("qwen3.6-27b")[0], None, 3),
         lambda: method_without_drafter("mtp"),
         lambda: method_without_drafter("ddtree"),

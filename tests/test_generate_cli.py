@@ -175,6 +175,24 @@ def test_compare_prints_a_table_and_that_all_agree(cli, prompt_file, story):
     assert lines[start + 4].startswith("identical tokens")
 
 
+def test_sampling_flags_reach_the_request_and_logprobs_are_printed(cli, engine, story):
+    banned = story.token_ids[1]
+    params = SamplingParams(
+        method="ddtree", max_new_tokens=TOKENS, temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, seed=7, logprobs=2,
+        presence_penalty=0.2, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias=((banned, -50.0), (9, 1.0)),
+    )  # fmt: skip
+    flags = ["--method", "ddtree", "--max-new-tokens", TOKENS, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.95]
+    flags += ["--min-p", 0.01, "--seed", 7, "--logprobs", 2, "--presence-penalty", 0.2, "--frequency-penalty", 0.1]
+    flags += ["--repetition-penalty", 1.1, "--logit-bias", f"{banned}=-50", "--logit-bias", "9=1"]
+    args = generate.build_parser().parse_args([str(flag) for flag in flags])
+    assert generate._sampling_params(args) == params
+    status, out, err = cli("--json", "--no-chat", "--prompt", STORY, *flags)
+    (answer,) = objects(out)
+    assert (status, err) == (0, "") and answer["seed"] == 7 and banned not in answer["token_ids"]
+    assert [entry["token_id"] for entry in answer["logprobs"]] == answer["token_ids"] != story.token_ids
+    assert all(len(entry["top"]) == 2 for entry in answer["logprobs"])
+
+
 def test_compare_notices_a_difference(cli, engine, monkeypatch):
     honest = Engine.generate
 
@@ -315,10 +333,24 @@ def test_a_damaged_compile_cache_costs_only_time(tmp_path, capsys):
         (["--prompt", "a", "--tp", "99"], "--tp 99: this run has"),
         (["--prompt", "a", "--tp", "0"], "--tp 0"),
         (["--prompt", "a", "--process-id", "1"], "--coordinator (or JAX_COORDINATOR_ADDRESS)"),
-        (["--prompt", "a", "--temperature", "0.7"], "--temperature"),
-        (["--prompt", "a", "--top-p", "0.9"], "--top-p 0.9"),
-        (["--prompt", "a", "--top-k", "20"], "--top-k 20"),
-        (["--prompt", "a", "--min-p", "0.1"], "--min-p 0.1"),
+        (["--prompt", "a", "--temperature", "-0.7"], "--temperature"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature"),
+        (["--prompt", "a", "--temperature", "1e-9"], "--temperature must be 0 (greedy) or at least 0.001"),
+        (["--prompt", "a", "--top-p", "0"], "--top-p"),
+        (["--prompt", "a", "--top-p", "1.5"], "--top-p"),
+        (["--prompt", "a", "--top-k", "-1"], "--top-k"),
+        (["--prompt", "a", "--min-p", "2"], "--min-p"),
+        (["--prompt", "a", "--presence-penalty", "inf"], "--presence-penalty"),
+        (["--prompt", "a", "--frequency-penalty", "nan"], "--frequency-penalty"),
+        (["--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty"),
+        (["--prompt", "a", "--logit-bias", "the=2"], "--logit-bias: expected TOKEN=BIAS"),
+        (["--prompt", "a", "--logit-bias", "5=nan"], "--logit-bias"),
+        (["--prompt", "a", "--logit-bias", "2048=1"], "--logit-bias names token 2048"),
+        (["--prompt", "a", "--seed", "-1"], "--seed"),
+        (["--prompt", "a", "--draft-sampling", "probabilistic"], "probabilistic needs --method dflash"),
+        (["--prompt", "a", "--draft-sampling", "probabilistic", "--compare"], "--draft-sampling"),
+        (["--prompt", "a", "--logprobs", "21", "--json"], "--logprobs must be 0 to 20"),
+        (["--prompt", "a", "--logprobs", "2"], "--json"),
         (["--prompt", "a", "--block-size", "99"], "--block-size must be at most the drafter's 16"),
         (["--prompt", "a", "--tree-budget", "0"], "--tree-budget"),
         (["--prompt", "a", "--tree-budget", "1000000"], "--tree-budget"),
