@@ -12,9 +12,9 @@ import numpy as np
 
 from dflash_jax.acceptance import greedy
 from dflash_jax.cache import init_cache
-from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
+from dflash_jax.mtp import MTP
 from dflash_jax.pages import PagePool
 from dflash_jax.programs import Programs
 from dflash_jax.request import Chunk, Completion, SamplingParams
@@ -59,12 +59,12 @@ def _prefill_spec(spec: RoundSpec) -> RoundSpec:
 
 
 class Engine:
-    """Decodes prompts with one target and, optionally, one drafter.
+    """Decodes prompts with one target and, optionally, one drafter and the target's own MTP head.
 
     Build it with `dflash_jax.load`.
 
     Attributes:
-      target, drafter: the models.
+      target, drafter, mtp: the models.
       tokenizer: of the target's folder.
       max_model_len: longest prompt + generated text, in tokens.
       policy: the tree policy of method "ddtree"; assign another one to try it.
@@ -82,6 +82,7 @@ class Engine:
         prefill_chunk: int | None = None,
         implementation: Implementation = "auto",
         names: tuple[str, str | None] = ("target", None),
+        mtp: MTP | None = None,
     ):
         limit = target.config.max_position_embeddings
         self.max_model_len = limit if max_model_len is None else max_model_len
@@ -89,7 +90,7 @@ class Engine:
             raise UserError(
                 f"--max-model-len must be 1 to {limit} (the model's own limit), found {max_model_len}"
             )
-        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.target, self.drafter, self.mtp, self.tokenizer = target, drafter, mtp, tokenizer
         self.max_slots, self.page_size = max_slots, page_size
         self.device = jax.devices()[0]
         on_cpu = self.device.platform == "cpu"
@@ -98,18 +99,20 @@ class Engine:
         self.implementation: Implementation = implementation
         self.names = names
         self.policy: TreePolicy = SpineFirst()
-        self.programs = Programs(target, drafter)
-        self._states: dict[tuple[int, int, bool], DecodeState] = {}
+        self.programs = Programs(target, drafter, mtp)
+        self._states: dict[Any, DecodeState] = {}
 
     # ---------------------------------------------------------------- requests
 
     def method_of(self, params: SamplingParams) -> str:
         """The method that a request will use ("auto" resolved), or `UserError` where it cannot be served."""
         if params.method == "auto":
-            return "ar" if self.drafter is None else "ddtree"
-        if params.method == "mtp":
-            raise UserError("--method mtp is not available in this version; use ar, dflash or ddtree")
-        if params.method != "ar" and self.drafter is None:
+            if self.drafter is not None:
+                return "ddtree"
+            return "ar" if self.mtp is None else "mtp"
+        if params.method == "mtp" and self.mtp is None:
+            raise UserError("--method mtp needs a checkpoint with its own draft head (mtp.* weights)")
+        if params.method in ("dflash", "ddtree") and self.drafter is None:
             raise UserError(f"--method {params.method} needs a drafter; give one with --draft-model")
         return params.method
 
@@ -119,6 +122,9 @@ class Engine:
         pages = capacity // self.page_size
         if method == "ar":
             return RoundSpec(0, context_pages=pages, implementation=self.implementation)
+        if method == "mtp":
+            steps = params.mtp_steps
+            return RoundSpec(steps, steps + 1, SpineFirst(), greedy, pages, self.implementation, mtp=True)
         assert self.drafter is not None
         own = self.drafter.config.block_size
         block = params.block_size or own
@@ -210,21 +216,26 @@ class Engine:
         for spec, group in groups.items():
             yield from self._run_group(group, spec, capacity, burst)
 
-    def _state(self, slots: int, capacity: int, drafter: DrafterConfig | None) -> DecodeState:
+    def _state_key(self, slots: int, capacity: int, spec: RoundSpec) -> Any:
+        """What the shapes of a decode state depend on; a drafter's state serves all its trees."""
+        return slots, capacity, spec.mtp, spec.block_size if spec.mtp else spec.budget > 0
+
+    def _state(self, slots: int, capacity: int, spec: RoundSpec) -> DecodeState:
         """The decode state of this shape: fresh, or the one that the last run left (admission clears slots)."""
-        kept = self._states.pop((slots, capacity, drafter is not None), None)
+        kept = self._states.pop(self._state_key(slots, capacity, spec), None)
         if kept is not None:
             return kept
         self._states.clear()  # one set of caches at a time
         config, dtype = self.target.config, self.target.dtype
-        per_slot = capacity // self.page_size
+        per_slot, pages = capacity // self.page_size, slots * (capacity // self.page_size)
+        drafter = self.drafter.config if self.drafter is not None and spec.budget and not spec.mtp else None
         cache = init_cache(
-            config, drafter, slots=slots, pages=slots * per_slot, page_size=self.page_size, dtype=dtype
+            config, drafter, slots=slots, pages=pages, page_size=self.page_size, dtype=dtype, mtp=spec.mtp
         )
-        block = drafter.block_size if drafter is not None else 1
-        taps = None
+        block, features = spec.block_size, int(spec.mtp)
         if drafter is not None:
-            taps = jnp.zeros((slots, block, len(drafter.target_layer_ids) * config.hidden_size), dtype)
+            block, features = drafter.block_size, len(drafter.target_layer_ids)
+        taps = jnp.zeros((slots, block, features * config.hidden_size), dtype) if features else None
 
         # One array each: donated buffers must not be shared.
         def zeros() -> jax.Array:
@@ -241,6 +252,7 @@ class Engine:
             remaining=zeros(),
             stop_ids=jnp.full((slots, max(len(config.eos_token_ids), 1)), -1, jnp.int32),
             histogram=jnp.zeros((slots, block + 1), jnp.int32),
+            next_tokens=jnp.zeros((slots, block), jnp.int32) if spec.mtp else None,
         )
 
     def _prefill(
@@ -271,10 +283,9 @@ class Engine:
         self, group: list[_Running], spec: RoundSpec, capacity: int, burst: int | None
     ) -> Iterator[tuple[int, Chunk]]:
         """Continuous batching over the slots, the host one burst behind the device."""
-        drafter = self.drafter.config if self.drafter is not None and spec.budget else None
         slots = _power_of_two(min(len(group), self.max_slots))
         compiled_before = self.programs.compile_seconds
-        state = self._state(slots, capacity, drafter)
+        state = self._state(slots, capacity, spec)
         pool = PagePool(slots * (capacity // self.page_size), self.page_size)
         buffer = max(BURST_TOKENS, spec.max_emitted)
         # A stop string is seen by the host alone, so it must look after every round.
@@ -323,7 +334,7 @@ class Engine:
                         yield request.index, self._chunk(request, update, spec, compiled_before)
                 if ended.any():
                     state = self.programs.release(state, ended)
-        self._states[(slots, capacity, drafter is not None)] = state
+        self._states[self._state_key(slots, capacity, spec)] = state
 
     def _chunk(self, request: _Running, update: StopUpdate, spec: RoundSpec, compiled_before: float) -> Chunk:
         if update.finish_reason is None:
@@ -358,6 +369,6 @@ class Engine:
             device=self.device.device_kind,
             dtype=str(jnp.dtype(self.target.dtype)),
             model=self.names[0],
-            draft_model=self.names[1] if spec.budget else None,
+            draft_model=self.names[1] if spec.budget and not spec.mtp else None,
             seed=request.params.seed,
         )

@@ -101,7 +101,11 @@ def build_parser() -> argparse.ArgumentParser:
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument(
         "--method", choices=METHODS, default="auto",
-        help="ar: a token a pass; dflash: drafted chains; ddtree: trees (default: ddtree with a drafter, else ar)",
+        help="ar: a token a pass; mtp: chains of the checkpoint's own draft head; dflash: a drafter's chains; ddtree:"
+        " its trees (default: ddtree with a drafter, else mtp if the checkpoint has the head, else ar)",
+    )
+    decoding.add_argument(
+        "--mtp-steps", type=int, default=3, metavar="N", help="tokens the head drafts a round (default: 3)"
     )
     decoding.add_argument("--tree-budget", type=_budget, default="auto", metavar="N|auto", help="nodes of the tree")
     decoding.add_argument("--block-size", type=int, metavar="N", help="rows of a draft (default: the drafter's)")
@@ -144,9 +148,6 @@ def _check(args: argparse.Namespace) -> None:
     ):
         if value not in neutral:
             raise UserError(f"{flag} {value}: sampling is not available in this version; leave it at {neutral[0]:g}")
-    for method in args.compare or (args.method,):
-        if method == "mtp":
-            raise UserError("--method mtp is not available in this version; use ar, dflash or ddtree")
     if args.compare and args.method != "auto":
         raise UserError(f"--method and --compare exclude each other; give the methods as --compare ar,{args.method}")
     if args.stream and (args.json or args.compare):
@@ -163,6 +164,7 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         tree_budget=args.tree_budget,
         block_size=args.block_size,
         seed=args.seed,
+        mtp_steps=args.mtp_steps,
     )
 
 
@@ -339,6 +341,17 @@ def _compare(
     return 1 if lines and exact else 0
 
 
+def _chosen(engine: "Engine", params: SamplingParams) -> str:
+    """Which method "auto" stands for here, and why."""
+    method = engine.method_of(params)
+    why = {
+        "ddtree": "there is a drafter",
+        "mtp": "no drafter, and the checkpoint has its own draft head",
+        "ar": "no drafter, and the checkpoint has no draft head of its own",
+    }
+    return f"--method auto: {method} ({why[method]})"
+
+
 def _run(argv: Sequence[str] | None) -> int:
     args = build_parser().parse_args(argv)
     _check(args)
@@ -361,6 +374,8 @@ def _run(argv: Sequence[str] | None) -> int:
     ids = [
         encode_prompt(engine, prompt, chat=args.chat, system=args.system, thinking=args.thinking) for prompt in prompts
     ]
+    if args.method == "auto" and not args.compare:
+        print(_chosen(engine, params), flush=True, file=sys.stderr)
     progress = CompileProgress(engine, sys.stderr.isatty() if args.progress is None else args.progress)
     try:
         return (_compare if args.compare else _generate)(engine, args, prompts, ids, params, progress)

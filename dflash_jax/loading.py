@@ -49,7 +49,7 @@ def load(
     revision: str | None = None,
     progress: bool | None = None,
 ) -> Engine:
-    """Loads a target and, if given, its drafter.
+    """Loads a target with its own draft head, if the checkpoint has one, and, if given, its drafter.
 
     Args:
       model: a Hugging Face folder, an Orbax folder made by `python -m convert`, or a Hub id; None for the bundled
@@ -66,7 +66,7 @@ def load(
     Raises:
       UserError: one line that names the file, key or flag and says what would be right.
     """
-    from convert import load_drafter, load_target, resolve_model
+    from convert import load_drafter, load_mtp, load_target, resolve_model
 
     if tp != 1:
         raise UserError(f"--tp {tp} is not available in this version; use --tp 1")
@@ -94,6 +94,7 @@ def load(
         max_model_len=max_model_len,
         max_slots=max_slots,
         implementation=kernels,
+        mtp=load_mtp(folder, kind, progress=progress),
         names=(str(model or "bundled"), None if draft_model is None else _name(draft_model)),
     )
 

@@ -9,6 +9,7 @@ from dflash_jax.stopping import FinishReason
 Method = Literal["auto", "ar", "mtp", "dflash", "ddtree"]
 METHODS: tuple[Method, ...] = ("auto", "ar", "mtp", "dflash", "ddtree")
 MAX_TREE_BUDGET = 1023
+MAX_MTP_STEPS = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +21,11 @@ class SamplingParams:
       temperature: 0 is greedy; this version decodes greedily only.
       stop: strings that end the text (not part of it).
       ignore_eos: go on past the model's end tokens, up to max_new_tokens.
-      method: "ar" one token a pass, "dflash" the drafter's chain, "ddtree" its tree; "auto" takes ddtree with a
-        drafter and ar without one.
+      method: "ar" one token a pass, "mtp" chains of the checkpoint's own head, "dflash" the drafter's chain, "ddtree"
+        its tree; "auto" takes ddtree with a drafter, mtp without one where the checkpoint has the head, and else ar.
       tree_budget: nodes of the tree besides the anchor (ddtree only), or "auto".
       block_size: rows of the drafter's block, at most the drafter's own; None for the drafter's own.
+      mtp_steps: tokens that the head drafts a round (mtp only).
       seed: recorded with the result; greedy decoding has no randomness.
     """
 
@@ -35,6 +37,7 @@ class SamplingParams:
     tree_budget: int | Literal["auto"] = "auto"
     block_size: int | None = None
     seed: int = 0
+    mtp_steps: int = 3
 
     def __post_init__(self) -> None:
         """Raises `UserError` for a value no request can have."""
@@ -55,6 +58,8 @@ class SamplingParams:
             raise UserError(
                 f"--block-size must be at least 2 (anchor and one draft), found {self.block_size}"
             )
+        if not 1 <= self.mtp_steps <= MAX_MTP_STEPS:
+            raise UserError(f"--mtp-steps must be 1 to {MAX_MTP_STEPS}, found {self.mtp_steps}")
         if isinstance(self.stop, str) or "" in self.stop:
             raise UserError("--stop takes non-empty strings")
 
@@ -71,7 +76,7 @@ class Completion:
       rounds: target passes after prefill.
       mean_accepted_length: τ, tokens emitted per round (bonus included); 0 where there was no round.
       accepted_length_histogram: entry n is the number of rounds that emitted n tokens.
-      tree_budget: nodes besides the anchor; 0 for ar.
+      tree_budget: nodes besides the anchor (mtp: its steps); 0 for ar.
       prefill_seconds: from admission to the first token; decode_seconds: from there to the last.
       compile_seconds: spent on compiling programs for the call that this request was part of.
       tokens_per_second: tokens after the first, over decode_seconds.

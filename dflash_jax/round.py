@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.acceptance import AcceptanceRule, greedy
 from dflash_jax.cache import Cache, Context, commit, commit_causal, write_pages
 from dflash_jax.drafter import Drafter
+from dflash_jax.mtp import MTP, draft_chain, prefill_context
 from dflash_jax.target import Rows, Target, TargetOutput
 from dflash_jax.tree import (
     SpineFirst,
@@ -22,6 +23,7 @@ from dflash_jax.tree import (
     Walk,
     ancestor_index,
     build_tree,
+    chain_tree,
     root_only_tree,
     walk,
 )
@@ -39,6 +41,7 @@ class RoundSpec:
       rule: how the target chooses a token from its logits.
       context_pages: entries of the block tables that are read, a bound on the context of the XLA kernels.
       implementation: kernel choice.
+      mtp: the target's own head drafts `budget` tokens, one after the other, instead of a drafter its block.
     """
 
     budget: int
@@ -47,6 +50,7 @@ class RoundSpec:
     rule: AcceptanceRule = greedy
     context_pages: int | None = None
     implementation: Implementation = "auto"
+    mtp: bool = False
 
     @property
     def max_emitted(self) -> int:
@@ -63,12 +67,14 @@ class DecodeState:
       block_tables: page numbers of each slot in token order.
       lengths: tokens in the caches; the anchor's position.
       anchor: the newest emitted token, not yet in the target's caches.
-      taps: target features of the rows accepted last round, the drafter's next context; None without a drafter.
+      taps: target features of the rows accepted last round, the drafter's next context (the MTP head's: hidden
+        states after the final norm); None without a drafter.
       num_taps: how many of them, at positions lengths - num_taps … lengths - 1.
       active: slots that decode.
       remaining: tokens that the slot may still emit.
       stop_ids: tokens that end the slot's sequence, -1 where unused.
       histogram: rounds of the slot by tokens emitted.
+      next_tokens: with the MTP head, the token after each tap; else None.
     """
 
     cache: Cache
@@ -81,6 +87,7 @@ class DecodeState:
     remaining: Int[Array, " B"]
     stop_ids: Int[Array, "B S"]
     histogram: Int[Array, "B H"]
+    next_tokens: Int[Array, "B D"] | None = None
 
 
 @struct.dataclass
@@ -168,11 +175,13 @@ def commit_walk(
     )
     last = jnp.maximum(count - 1, 0)[:, None]
     anchor = jnp.take_along_axis(walked.tokens, last, axis=1)[:, 0]
-    taps, num_taps = state.taps, state.num_taps
+    taps, num_taps, next_tokens = state.taps, state.num_taps, state.next_tokens
     if output.taps is not None and taps is not None:
         accepted = jnp.take_along_axis(output.taps, walked.path[:, :, None], axis=1)
         taps = jnp.pad(accepted, ((0, 0), (0, taps.shape[1] - accepted.shape[1]), (0, 0)))
         num_taps = count
+    if next_tokens is not None:
+        next_tokens = walked.tokens
     bins = jnp.arange(state.histogram.shape[1])
     state = dataclasses.replace(
         state,
@@ -184,19 +193,25 @@ def commit_walk(
         active=active,
         remaining=state.remaining - count,
         histogram=state.histogram + ((bins == count[:, None]) & (count > 0)[:, None]),
+        next_tokens=next_tokens,
     )
     return state, RoundOutput(tokens=walked.tokens, count=count)
 
 
 def speculative_round(
-    target: Target, drafter: Drafter | None, state: DecodeState, spec: RoundSpec
+    target: Target, drafter: Drafter | MTP | None, state: DecodeState, spec: RoundSpec
 ) -> tuple[DecodeState, RoundOutput]:
     """One round for all slots (DFlash, arXiv 2602.06036, section 4; DDTree's tree verification).
 
     Emits, a slot, 1 … block_size tokens, all chosen by the target; inactive slots emit none and keep their state.
     """
     taps: tuple[int, ...] = ()
-    if spec.budget and drafter is not None:
+    if spec.budget and isinstance(drafter, MTP):
+        with jax.named_scope("draft"):
+            draft_kv, drafted = draft_chain(target, drafter, state, spec)
+            state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))
+        tree = chain_tree(state.anchor, drafted)
+    elif spec.budget and drafter is not None:
         with jax.named_scope("draft"):
             draft_kv, log_probs = draft(target, drafter, state, spec)
             state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))
@@ -213,6 +228,8 @@ def speculative_round(
         tree = root_only_tree(state.anchor)
     with jax.named_scope("verify"):
         output = verify(target, state, tree, taps, spec)
+        if spec.mtp:
+            output = dataclasses.replace(output, taps=output.hidden)
         chosen = spec.rule(target.logits(output.hidden), tree)
     with jax.named_scope("walk"):
         walked = walk(tree, chosen)
@@ -222,7 +239,7 @@ def speculative_round(
 
 def decode(
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | MTP | None,
     state: DecodeState,
     max_rounds: Int[Array, ""],
     spec: RoundSpec,
@@ -256,7 +273,7 @@ def decode(
 
 def prefill(
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | MTP | None,
     state: DecodeState,
     slots: Int[Array, " b"],
     tokens: Int[Array, "b C"],
@@ -288,11 +305,11 @@ def prefill(
         recurrent=state.cache.recurrent[:, slots],
         conv=state.cache.conv[:, slots],
     )
-    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    taps = drafter.config.target_layer_ids if isinstance(drafter, Drafter) else ()
     with jax.named_scope("prefill"):
         output = target(rows, context, taps=taps, implementation=spec.implementation)
         cache = commit_causal(state.cache, output.updates, tables, start, slots, count)
-    if drafter is not None:
+    if isinstance(drafter, Drafter):
         assert output.taps is not None and cache.draft_kv is not None
         with jax.named_scope("draft_context"):
             fresh = drafter.context_kv(output.taps, rows.positions)
@@ -300,6 +317,18 @@ def prefill(
             cache = dataclasses.replace(cache, draft_kv=draft_kv)
     final = jnp.take_along_axis(output.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
     first = spec.rule(target.logits(final), root_only_tree(tokens[:, 0]))
+
+    kept, next_tokens, waiting = state.taps, state.next_tokens, 0
+    if isinstance(drafter, MTP):
+        # The chunk's last token waits for the token after it: the next chunk's first or the one chosen here.
+        assert kept is not None and next_tokens is not None and cache.draft_kv is not None
+        with jax.named_scope("draft_context"):
+            draft_kv, newest = prefill_context(
+                target, drafter, cache.draft_kv, tables, start, tokens, count, kept[slots, 0], output.hidden
+            )
+        cache = dataclasses.replace(cache, draft_kv=draft_kv)
+        kept, next_tokens = kept.at[slots, 0].set(newest), next_tokens.at[slots, 0].set(first[:, 0])
+        waiting = 1
 
     # The first token goes through the same cut as every later one.
     view = dataclasses.replace(
@@ -311,7 +340,9 @@ def prefill(
         cache=cache,
         lengths=state.lengths.at[slots].add(count),
         anchor=state.anchor.at[slots].set(jnp.where(last, first[:, 0], state.anchor[slots])),
-        num_taps=state.num_taps.at[slots].set(0),
+        taps=kept,
+        num_taps=state.num_taps.at[slots].set(waiting),
+        next_tokens=next_tokens,
         active=state.active.at[slots].set(active),
         remaining=state.remaining.at[slots].add(-emitted),
     )

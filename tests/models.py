@@ -6,6 +6,7 @@ from flax import nnx
 
 from dflash_jax.config import FULL, LINEAR, DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.drafter import Drafter
+from dflash_jax.mtp import MTP
 from dflash_jax.target import Target
 
 VOCAB = 96
@@ -69,3 +70,10 @@ def random_drafter(target: Target, seed: int = 1, **changes: object) -> Drafter:
     drafter = Drafter(drafter_config(target.config, **changes), rngs=nnx.Rngs(0))
     randomise(drafter, seed)
     return drafter
+
+
+def random_mtp(target: Target, seed: int = 2) -> MTP:
+    """A multi-token-prediction head for it in fp32."""
+    mtp = MTP(target.config, rngs=nnx.Rngs(0))
+    randomise(mtp, seed)
+    return mtp
