@@ -123,7 +123,8 @@ def build_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument(
         "--compare", nargs="?", type=_methods, const=COMPARED, metavar="METHODS",
-        help=f"decode with each method, one prompt at a time, and print a table (default: {','.join(COMPARED)})",
+        help=f"decode with each method, one prompt at a time, and print a table (default: {','.join(COMPARED)},"
+        " and mtp where the checkpoint has the head)",
     )
     output.add_argument("--stream", action=switch, help="print text as it comes (default: one prompt on a terminal)")
     output.add_argument(
@@ -295,7 +296,7 @@ def _generate(
                 print(_heading(i + 1, prompts[i]))
             print(completion.text, flush=True)
     if not args.json:
-        print(summary(completions, wall), flush=True, file=sys.stderr)
+        print(summary(completions, wall, auto=params.method == "auto"), flush=True, file=sys.stderr)
     return 0
 
 
@@ -311,7 +312,10 @@ def _compare(
     from dflash_jax.reporting import comparison_table, differences, measure
 
     trace = _trace(args.profile)
-    each = {method: dataclasses.replace(params, method=method) for method in args.compare}
+    methods = args.compare
+    if methods is COMPARED and engine.mtp is not None:
+        methods = ("ar", "mtp", *COMPARED[1:])
+    each = {method: dataclasses.replace(params, method=method) for method in methods}
     for one in each.values():
         engine.method_of(one)  # a method that needs a drafter is refused before the others have run
     results: dict[str, Sequence[Completion]] = {}
@@ -319,7 +323,7 @@ def _compare(
         progress.method = method
         results[method] = measure(engine, ids, one, trace)
         progress.stop()
-        if method == args.compare[0] and not args.json:
+        if method == methods[0] and not args.json:
             for i, (prompt, completion) in enumerate(zip(prompts, results[method], strict=True), 1):
                 print(f"{_heading(i, prompt)}\n{completion.text}\n", flush=True)
     lines = differences(results)
@@ -328,7 +332,7 @@ def _compare(
             for completion in completions:
                 _print_json(completion)
     else:
-        first = results[args.compare[0]]
+        first = results[methods[0]]
         print(comparison_table(results))
         tokens = sum(c.completion_tokens for c in first)
         what = f"{tokens} tokens, {first[0].device}, {first[0].dtype}"
@@ -339,17 +343,6 @@ def _compare(
         hint = "" if exact else " (legal in bfloat16 only where two logits are within rounding; see --dtype float32)"
         print(f"{line}{hint}", file=sys.stderr)
     return 1 if lines and exact else 0
-
-
-def _chosen(engine: "Engine", params: SamplingParams) -> str:
-    """Which method "auto" stands for here, and why."""
-    method = engine.method_of(params)
-    why = {
-        "ddtree": "there is a drafter",
-        "mtp": "no drafter, and the checkpoint has its own draft head",
-        "ar": "no drafter, and the checkpoint has no draft head of its own",
-    }
-    return f"--method auto: {method} ({why[method]})"
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -374,8 +367,6 @@ def _run(argv: Sequence[str] | None) -> int:
     ids = [
         encode_prompt(engine, prompt, chat=args.chat, system=args.system, thinking=args.thinking) for prompt in prompts
     ]
-    if args.method == "auto" and not args.compare:
-        print(_chosen(engine, params), flush=True, file=sys.stderr)
     progress = CompileProgress(engine, sys.stderr.isatty() if args.progress is None else args.progress)
     try:
         return (_compare if args.compare else _generate)(engine, args, prompts, ids, params, progress)

@@ -114,14 +114,14 @@ def prefill_context(
 
 def draft_chain(
     target: Target, mtp: MTP, state: "DecodeState", spec: "RoundSpec"
-) -> tuple[Float[Array, "1 P S 2 K d"], Int[Array, "B L"]]:
+) -> tuple[Float[Array, "1 P S 2 K d"], Int[Array, "B L"], Float[Array, "B L V"]]:
     """Catches up with what the target accepted last round and drafts `spec.budget` tokens, one after the other.
 
     The slots of the accepted tokens are written from the target's hidden states, over whatever the drafts of the round
     before had left there: that is the roll-back.
 
     Returns:
-      The head's pages, and the most probable token at each place after the anchor.
+      The head's pages, the most probable token at each place after the anchor, and the fp32 logits it was taken from.
     """
     pages = state.cache.draft_kv
     assert pages is not None and state.taps is not None and state.next_tokens is not None
@@ -134,17 +134,19 @@ def draft_chain(
         joined = mtp.join(target.embed(state.next_tokens), state.taps)
         pages = write_pages(pages, mtp.context_kv(joined, positions), state.block_tables, positions, valid)
     newest = jnp.maximum(state.num_taps - 1, 0)[:, None, None]
-    x = jnp.take_along_axis(joined, newest, axis=1)
+    x = hidden = jnp.take_along_axis(joined, newest, axis=1)
     drafted: list[Array] = []
+    logits: list[Array] = []
     for step in range(spec.budget):
         with jax.named_scope("draft_step"):
             position = state.lengths - 1 + step
             if step:
                 x = mtp.join(target.embed(drafted[-1][:, None]), hidden)
             hidden, kv = mtp(x, position[:, None], pages, tables, position, implementation=spec.implementation)
-            drafted.append(jnp.argmax(target.logits(hidden[:, 0]), axis=-1).astype(jnp.int32))
+            logits.append(target.logits(hidden[:, 0]))
+            drafted.append(jnp.argmax(logits[-1], axis=-1).astype(jnp.int32))
             if 0 < step < spec.budget - 1:  # the first slot is written already, the last one has no reader
                 # No token comes after lengths + remaining: a slot has no page of its own there.
                 own = state.active & (position <= state.lengths + state.remaining)
                 pages = write_pages(pages, kv, state.block_tables, position[:, None], own[:, None])
-    return pages, jnp.stack(drafted, axis=1)
+    return pages, jnp.stack(drafted, axis=1), jnp.stack(logits, axis=1)

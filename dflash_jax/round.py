@@ -208,10 +208,10 @@ def speculative_round(
     taps: tuple[int, ...] = ()
     if spec.budget and isinstance(drafter, MTP):
         with jax.named_scope("draft"):
-            draft_kv, drafted = draft_chain(target, drafter, state, spec)
+            draft_kv, drafted, _ = draft_chain(target, drafter, state, spec)
             state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))
         tree = chain_tree(state.anchor, drafted)
-    elif spec.budget and drafter is not None:
+    elif spec.budget and isinstance(drafter, Drafter):
         with jax.named_scope("draft"):
             draft_kv, log_probs = draft(target, drafter, state, spec)
             state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))

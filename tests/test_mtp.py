@@ -1,0 +1,206 @@
+"""The checkpoint's own draft head: drafts against an independent one (tests/goldens/make_mtp.py), lossless decoding."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dflash_jax import Engine, SamplingParams, UserError
+from dflash_jax import round as rounds
+from dflash_jax.cache import init_cache
+from dflash_jax.config import FULL, LINEAR, parse_target_config
+from dflash_jax.loading import BUNDLED_TARGET
+from dflash_jax.mtp import MTP, draft_chain
+from dflash_jax.round import DecodeState, RoundSpec
+from dflash_jax.target import Target
+from dflash_jax.tokenizer import Tokenizer
+from tests.goldens import cases
+from tests.goldens.load import assert_close, build, goldens, page_tables, relative
+from tests.models import random_drafter, random_mtp, random_target, randomise
+
+BOUND, BROKEN = 1e-5, 1e-3
+PAGE, LIMIT = 16, 12
+SPEC = RoundSpec(cases.MTP_STEPS, cases.MTP_STEPS + 1, mtp=True)
+LENGTHS = np.array([len(prompt) for prompt in cases.mtp_prompts()], np.int32)
+
+
+@functools.cache
+def models() -> tuple[Target, MTP]:
+    config, values = parse_target_config(cases.TARGETS[cases.MTP_TARGET]), cases.mtp_weights()
+    goldens("mtp").check_weights("mtp", values)
+    target = build(lambda: Target(config, rngs=nnx.Rngs(0)), cases.target_weights(cases.MTP_TARGET))
+    return target, build(lambda: MTP(config, rngs=nnx.Rngs(0)), values)
+
+
+def empty_state() -> DecodeState:
+    """One slot a prompt; pages of the head are poisoned, so that reading a slot never written shows."""
+    config, slots = models()[0].config, len(LENGTHS)
+    tables = page_tables(LENGTHS + LIMIT, PAGE)
+    cache = init_cache(
+        config, None, slots=slots, pages=tables.size, page_size=PAGE, dtype=jnp.float32, mtp=True
+    )
+    assert cache.draft_kv is not None and cache.draft_kv.shape[0] == 1
+    zeros = jnp.zeros((slots,), jnp.int32)
+    return DecodeState(
+        cache=dataclasses.replace(cache, draft_kv=jnp.full_like(cache.draft_kv, jnp.nan)), block_tables=tables,
+        lengths=zeros, anchor=zeros, taps=jnp.full((slots, SPEC.block_size, config.hidden_size), jnp.nan),
+        num_taps=zeros, active=jnp.zeros((slots,), bool), remaining=jnp.full((slots,), LIMIT),
+        stop_ids=jnp.full((slots, 1), -1), histogram=jnp.zeros((slots, SPEC.block_size + 1), jnp.int32),
+        next_tokens=jnp.zeros((slots, SPEC.block_size), jnp.int32),
+    )  # fmt: skip
+
+
+@functools.cache
+def programs() -> tuple[Callable, Callable, Callable]:
+    target, mtp = models()
+
+    @jax.jit
+    def prefill(state: DecodeState, slots: jax.Array, tokens: jax.Array, count: jax.Array, last: jax.Array) -> tuple:
+        return rounds.prefill(target, mtp, state, slots, tokens, count, last, SPEC)
+
+    @jax.jit
+    def step(state: DecodeState, forced: jax.Array) -> tuple:
+        """A round that verifies other drafts than its own, and the logits of its own."""
+        seen: list[jax.Array] = []
+
+        def other(*args: object) -> tuple:
+            pages, _, logits = draft_chain(*args)  # type: ignore[arg-type]
+            seen.append(logits)
+            return pages, forced, logits
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rounds, "draft_chain", other)
+            state, output = rounds.speculative_round(target, mtp, state, SPEC)
+        return state, output, seen[0]
+
+    return prefill, step, jax.jit(lambda state: draft_chain(target, mtp, state, SPEC))
+
+
+CHUNK = 32  # one prompt ends with a chunk of one token
+
+
+def prefilled() -> DecodeState:
+    """The prompts, a chunk at a time, each slot alone as the engine does it."""
+    state = empty_state()
+    for slot, prompt in enumerate(cases.mtp_prompts()):
+        for start in range(0, len(prompt), CHUNK):
+            piece = np.asarray(prompt[start : start + CHUNK], np.int32)
+            padded = np.pad(piece, (0, CHUNK - len(piece)), constant_values=201)
+            arguments = ([slot], padded[None], [len(piece)], [start + CHUNK >= len(prompt)])
+            state, output = programs()[0](state, *map(jnp.asarray, arguments))
+        assert int(output.tokens[0, 0]) == int(goldens("mtp")[f"text.{slot}"][0])
+    return state
+
+
+def forced_drafts(places: np.ndarray, right: list[int]) -> jax.Array:
+    """For each slot so many tokens of its own text, then tokens that are not."""
+    drafts = np.zeros((len(right), cases.MTP_STEPS), np.int32)
+    for slot, good in enumerate(right):
+        text = goldens("mtp")[f"text.{slot}"].astype(np.int32)
+        following = np.resize(text[places[slot] + 1 :], cases.MTP_STEPS)
+        drafts[slot] = np.where(np.arange(cases.MTP_STEPS) < good, following, (following + 1) % 256)
+    return jnp.asarray(drafts)
+
+
+def test_drafts_equal_an_independent_head() -> None:
+    """After a prompt in chunks, and after rounds that accept any number of drafts."""
+    state, golden = prefilled(), goldens("mtp")
+    for right in ([2, 0], [0, 1], [3, 3], [0, 1]):
+        places = np.asarray(state.lengths) - LENGTHS
+        state, output, logits = programs()[1](state, forced_drafts(places, right))
+        for slot, place in enumerate(places):
+            assert_close(logits[slot], golden[f"logits.{slot}"][place], BOUND, f"slot {slot}, place {place}")
+            np.testing.assert_array_equal(logits[slot].argmax(-1), golden[f"drafts.{slot}"][place])
+            count = int(output.count[slot])
+            assert count == right[slot] + 1
+            text = golden[f"text.{slot}"][place + 1 : place + 1 + count]
+            np.testing.assert_array_equal(output.tokens[slot, :count], text)
+    assert (np.asarray(state.lengths) - LENGTHS).tolist() == [9, 9]
+    np.testing.assert_array_equal(state.histogram, [[0, 2, 0, 1, 1], [0, 1, 2, 0, 1]])
+
+
+def swapped(self: MTP, embeddings: jax.Array, hidden: jax.Array) -> jax.Array:
+    parts = [self.pre_fc_norm_hidden(hidden), self.pre_fc_norm_embedding(embeddings)]
+    return self.fc(jnp.concatenate(parts, axis=-1))
+
+
+def test_the_comparison_is_sharp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that joins the other way round, or reads another context, is far from the golden."""
+    state, (target, mtp), draft = prefilled(), models(), programs()[2]
+    want = goldens("mtp")["logits.0"][0]
+    assert relative(draft(state)[2][0], want) < BOUND
+    other = dataclasses.replace(state.cache, draft_kv=jnp.nan_to_num(state.cache.draft_kv)[:, ::-1])
+    assert relative(draft(dataclasses.replace(state, cache=other))[2][0], want) > BROKEN
+    monkeypatch.setattr(MTP, "join", swapped)
+    assert relative(jax.jit(lambda state: draft_chain(target, mtp, state, SPEC)[2])(state)[0], want) > BROKEN
+
+
+def test_drafts_stay_in_the_pages_of_their_slot() -> None:
+    """A slot at its end drafts past it, where its table names a page that is not its own."""
+    state, draft = prefilled(), programs()[2]
+    before, tables = np.asarray(state.cache.draft_kv), np.asarray(state.block_tables)
+    # Slot 0 has 95 tokens, the anchor at position 95 its last, and after its six pages the other slot's first.
+    foreign = jnp.asarray(np.where(np.arange(tables.shape[1]) < 6, tables, tables[::-1, :1]))
+    ending = dataclasses.replace(
+        state, block_tables=foreign, lengths=state.lengths.at[0].set(95), remaining=jnp.asarray([0, LIMIT])
+    )
+    after = np.asarray(draft(ending)[0])
+    same = (after == before) | (np.isnan(after) & np.isnan(before))
+    touched = {tuple(place) for place in np.argwhere(~same.all(axis=(0, 3, 4, 5))).tolist()}
+    allowed = [(tables[0], 94), (tables[0], 95), (tables[1], 40), (tables[1], 41)]
+    assert touched <= {(int(table[i // PAGE]), i % PAGE) for table, i in allowed} and len(touched) >= 3
+    idle = dataclasses.replace(state, active=jnp.zeros((2,), bool))
+    np.testing.assert_array_equal(draft(idle)[0], before)
+
+
+AR = SamplingParams(max_new_tokens=60, method="ar", ignore_eos=True)
+CHAIN = dataclasses.replace(AR, method="mtp")
+TOKENIZER = functools.cache(lambda: Tokenizer.from_folder(BUNDLED_TARGET))
+FEW = 5  # a vocabulary so small that random heads are often right
+
+
+@functools.cache
+def engine() -> Engine:
+    target = random_target(3, vocab_size=FEW, layers=2, layer_types=(LINEAR, FULL), eos_token_ids=())
+    randomise(target, seed=3, std=0.3)
+    return Engine(target, None, TOKENIZER(), max_slots=4, prefill_chunk=16, mtp=random_mtp(target, seed=5))
+
+
+def test_chains_equal_autoregressive_decoding() -> None:
+    """Prompts shorter than, equal to and longer than a chunk, in a batch and alone; texts that end inside a chain."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, FEW, length).tolist() for length in (1, 16, 17, 50)]
+    expected = [result.token_ids for result in engine().generate(prompts, AR)]
+    assert len({tuple(ids) for ids in expected}) == 4 and all(len(set(ids)) > 2 for ids in expected)
+    together = engine().generate(prompts, CHAIN)
+    assert [r.token_ids for r in together] == expected
+    histogram = np.sum([r.accepted_length_histogram for r in together], axis=0)
+    assert (histogram[1:] > 0).all(), f"every length from 1 to 4 should occur: {histogram}"
+    assert {(r.method, r.tree_budget, r.draft_model) for r in together} == {("mtp", 3, None)}
+    for prompt, ids, limit in zip(prompts, expected, (1, 2, 60, 17), strict=True):
+        params = dataclasses.replace(CHAIN, max_new_tokens=limit, mtp_steps=1)
+        result = engine().generate([prompt], params)[0]
+        assert result.token_ids == ids[:limit] and result.tree_budget == 1
+
+
+def test_auto_and_what_cannot_be_served() -> None:
+    target = random_target(1)
+    drafter, mtp, auto = random_drafter(target), random_mtp(target), SamplingParams()
+    make = lambda drafter, mtp: Engine(target, drafter, TOKENIZER(), mtp=mtp)  # noqa: E731
+    assert make(drafter, mtp).method_of(auto) == "ddtree"
+    assert make(None, mtp).method_of(auto) == "mtp"
+    assert make(None, None).method_of(auto) == "ar"
+    with pytest.raises(UserError, match=r"--method mtp needs .*mtp\.\*"):
+        make(drafter, None).method_of(SamplingParams(method="mtp"))
+    with pytest.raises(UserError, match="--method dflash needs a drafter"):
+        make(None, mtp).method_of(SamplingParams(method="dflash"))
+    for steps in (0, 16):
+        with pytest.raises(UserError, match=f"--mtp-steps must be 1 to 15, found {steps}"):
+            SamplingParams(mtp_steps=steps)
+    with pytest.raises(UserError, match="'mtp_num_hidden_layers' = 2 is not supported"):
+        parse_target_config(cases.TARGETS["hybrid"] | {"mtp_num_hidden_layers": 2})
