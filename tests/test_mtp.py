@@ -2,14 +2,18 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
+from convert import load_mtp, save_target
 from dflash_jax import Engine, SamplingParams, UserError
 from dflash_jax import round as rounds
 from dflash_jax.cache import init_cache
@@ -19,6 +23,11 @@ from dflash_jax.mtp import MTP, draft_chain
 from dflash_jax.round import DecodeState, RoundSpec
 from dflash_jax.target import Target
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.train.data import Answers
+from dflash_jax.train.draft_loss import loss_mask
+from dflash_jax.train.mtp_loop import has_head, merge_head, train_mtp
+from dflash_jax.train.mtp_loss import chain_agreement, chain_hidden, make_chains
+from dflash_jax.train.settings import LoopSettings, MTPRecipe, OptimizerSettings, ResponseSettings
 from tests.goldens import cases
 from tests.goldens.load import assert_close, build, goldens, page_tables, relative
 from tests.models import random_drafter, random_mtp, random_target, randomise
@@ -204,3 +213,76 @@ def test_auto_and_what_cannot_be_served() -> None:
             SamplingParams(mtp_steps=steps)
     with pytest.raises(UserError, match="'mtp_num_hidden_layers' = 2 is not supported"):
         parse_target_config(cases.TARGETS["hybrid"] | {"mtp_num_hidden_layers": 2})
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+def test_chains_of_training_are_those_of_decoding() -> None:
+    """Every chain at once equals each one run behind its true slots with the module that decodes."""
+    target = random_target(2)
+    mtp, (rows, width, steps) = random_mtp(target), (9, target.config.hidden_size, 3)
+    embeddings, hidden = jax.random.normal(jax.random.key(0), (2, 2, rows, width))
+    together = jax.jit(lambda e, h: chain_hidden(mtp, e, h, steps))(embeddings, hidden)
+    causal = jax.jit(
+        lambda e, h: mtp(mtp.join(e, h), jnp.broadcast_to(jnp.arange(rows), (2, rows)), None, None, None)[0]
+    )
+    for start in (0, 4, 6):
+        states = hidden
+        for step in range(steps):
+            place = start + step
+            newest = causal(embeddings, states)[:, place]
+            np.testing.assert_allclose(together[step, :, place], newest, atol=2e-5)
+            states = states.at[:, (place + 1) % rows].set(newest)
+
+
+def test_labels_and_counted_rows_of_chains() -> None:
+    tokens = jnp.arange(10, 18)[None]
+    mask = loss_mask(jnp.array([2]), jnp.array([7]), 8)  # the answer is at positions 2 to 6
+    chains = make_chains(tokens, mask, 3)
+    np.testing.assert_array_equal(chains.labels, [[12, 13, 14, 15, 16, 17, 0, 0]])
+    # Step 1: anchors 2 to 5 (row p has anchor p + 1), labels 3 to 6. Later steps: the same chains, one row on.
+    rows = [np.flatnonzero(chains.counted[step, 0]).tolist() for step in range(3)]
+    assert rows == [[1, 2, 3, 4], [2, 3, 4], [3, 4]]
+    wrong = jnp.zeros((3, 1, 8), int)
+    assert float(chain_agreement(chains, wrong)["tau"]) == 1.0
+    right = jnp.broadcast_to(chains.labels, (3, 1, 8))
+    result = chain_agreement(chains, right)
+    assert float(result["tau"]) == 1 + (4 + 3 + 2) / 4 and result["accuracy"].tolist() == [1, 1, 1]
+    # Chain of slot 2 wrong in step 2, of slot 1 in step 1: what comes after does not count.
+    result = chain_agreement(chains, right.at[1, 0, 3].set(0).at[0, 0, 1].set(0))
+    np.testing.assert_allclose(result["chain_accuracy"], [3 / 4, 1 / 4, 0])
+    np.testing.assert_allclose(result["accuracy"], [3 / 4, 2 / 3, 1])
+
+
+def test_a_head_learns_and_joins_its_target(tmp_path: Path) -> None:
+    """A text in which every token follows from the one before; the target is random and stays as it is."""
+    raw = cases.TARGETS["hybrid"] | {"vocab_size": 32, "num_hidden_layers": 1}
+    target = Target(parse_target_config(raw), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    randomise(target, 1)
+    save_target(tmp_path / "target", raw, target)
+    (tmp_path / "target" / "tokenizer.json").write_text("{}")
+    before = load_file(tmp_path / "target" / "model.safetensors")
+    assert not has_head(tmp_path / "target")
+    rows = np.stack([(start + 7 * np.arange(24)) % 32 for start in range(16)]).astype(np.uint16)
+    answers = Answers(rows, np.full(16, 2, np.int32), np.full(16, 24, np.int32))
+    recipe = MTPRecipe(
+        ResponseSettings(16), LoopSettings(batch=8, steps=12, steps_per_dispatch=1, dtype="float32"),
+        OptimizerSettings(peak_lr=1e-2, warmup_steps=4, weight_decay=0.01), steps=2,
+    )  # fmt: skip
+    out = tmp_path / "run"
+    summary = train_mtp(recipe, tmp_path / "target", answers, answers, out, say=lambda text: None)
+    lines = [json.loads(line) for line in (out / "mtp_run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["tau"] < 1.5 and summary["heldout"]["tau"] > 2.5  # the first line is of the untrained head
+    assert summary["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(random_mtp(target))))
+    after = load_file(out / "target" / "model.safetensors")
+    assert {name for name in after if name not in before} == {name for name in after if name.startswith("mtp.")}
+    for name, array in before.items():
+        assert after[name].dtype == array.dtype and after[name].tobytes() == array.tobytes(), name
+    assert json.loads((out / "target" / "config.json").read_text()) == raw | {"mtp_num_hidden_layers": 1}
+    assert (out / "target" / "tokenizer.json").exists()
+    loaded = load_mtp(out / "target", jnp.bfloat16, progress=False)
+    assert loaded is not None and has_head(out / "target")
+    merge_head(out / "target", out / "target", loaded)  # in place, once more
+    again = load_file(out / "target" / "model.safetensors")
+    assert {k: v.tobytes() for k, v in again.items()} == {k: v.tobytes() for k, v in after.items()}
