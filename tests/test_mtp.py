@@ -151,20 +151,22 @@ def test_the_comparison_is_sharp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_drafts_stay_in_the_pages_of_their_slot() -> None:
     """A slot at its end drafts past it, where its table names a page that is not its own."""
-    state, draft = prefilled(), programs()[2]
+    state, (target, mtp) = prefilled(), models()
+    draft = jax.jit(lambda state: draft_chain(target, mtp, state, RoundSpec(5, 6, mtp=True))[0])
     before, tables = np.asarray(state.cache.draft_kv), np.asarray(state.block_tables)
     # Slot 0 has 95 tokens, the anchor at position 95 its last, and after its six pages the other slot's first.
     foreign = jnp.asarray(np.where(np.arange(tables.shape[1]) < 6, tables, tables[::-1, :1]))
     ending = dataclasses.replace(
         state, block_tables=foreign, lengths=state.lengths.at[0].set(95), remaining=jnp.asarray([0, LIMIT])
     )
-    after = np.asarray(draft(ending)[0])
+    after = np.asarray(draft(ending))
     same = (after == before) | (np.isnan(after) & np.isnan(before))
     touched = {tuple(place) for place in np.argwhere(~same.all(axis=(0, 3, 4, 5))).tolist()}
-    allowed = [(tables[0], 94), (tables[0], 95), (tables[1], 40), (tables[1], 41)]
-    assert touched <= {(int(table[i // PAGE]), i % PAGE) for table, i in allowed} and len(touched) >= 3
+    # Slot 94 was written with the prompt and may come out the same.
+    own = [(tables[0], 95), *((tables[1], i) for i in (40, 41, 42, 43))]
+    assert touched - {(int(tables[0][5]), 14)} == {(int(table[i // PAGE]), i % PAGE) for table, i in own}
     idle = dataclasses.replace(state, active=jnp.zeros((2,), bool))
-    np.testing.assert_array_equal(draft(idle)[0], before)
+    np.testing.assert_array_equal(draft(idle), before)
 
 
 AR = SamplingParams(max_new_tokens=60, method="ar", ignore_eos=True)
