@@ -68,19 +68,19 @@ def module_shapes(module: nnx.Module) -> Abstract:
     }
 
 
-def abstract_target_module(config: TargetConfig, dtype: DTypeLike) -> Target:
-    """A `Target` whose parameters are `jax.ShapeDtypeStruct`s; takes no memory."""
-    return nnx.eval_shape(lambda: Target(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+def abstract_target_module(config: TargetConfig, dtype: DTypeLike, shards: int = 1) -> Target:
+    """A `Target` whose parameters are `jax.ShapeDtypeStruct`s (of one device's part); takes no memory."""
+    return nnx.eval_shape(lambda: Target(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0), shards=shards))
 
 
-def abstract_drafter_module(config: DrafterConfig, dtype: DTypeLike) -> Drafter:
-    """A `Drafter` whose parameters are `jax.ShapeDtypeStruct`s; takes no memory."""
-    return nnx.eval_shape(lambda: Drafter(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+def abstract_drafter_module(config: DrafterConfig, dtype: DTypeLike, shards: int = 1) -> Drafter:
+    """A `Drafter` whose parameters are `jax.ShapeDtypeStruct`s (of one device's part); takes no memory."""
+    return nnx.eval_shape(lambda: Drafter(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0), shards=shards))
 
 
-def abstract_mtp_module(config: TargetConfig, dtype: DTypeLike) -> MTP:
+def abstract_mtp_module(config: TargetConfig, dtype: DTypeLike, shards: int = 1) -> MTP:
     """An `MTP` whose parameters are `jax.ShapeDtypeStruct`s; takes no memory."""
-    return nnx.eval_shape(lambda: MTP(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: MTP(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0), shards=shards))
 
 
 def abstract_target(config: TargetConfig, dtype: DTypeLike) -> Abstract:

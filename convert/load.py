@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from convert.keymap import (
     MTP_PREFIX,
@@ -35,6 +36,7 @@ from dflash_jax.config import (
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
 from dflash_jax.mtp import MTP
+from dflash_jax.sharding import check_divides, parameter_spec, row_order
 from dflash_jax.target import Target
 
 _DRAFTER_ARCHITECTURE = "DFlashDraftModel"
@@ -142,16 +144,20 @@ def fill(module: nnx.Module, values: dict[str, jax.Array]) -> None:
 def load_target(
     folder: str | Path,
     dtype: jax.typing.DTypeLike,
-    sharding: Sharding = None,
+    sharding: Sharding | Mesh = None,
     *,
     progress: bool | None = None,
 ) -> tuple[TargetConfig, Target]:
     """Loads a target from a Hugging Face or Orbax folder.
 
+    On a mesh, the module is one device's part (see `dflash_jax.sharding`) and its parameters are those of the whole
+    model, spread over the devices, each read by none but its own.
+
     Args:
       folder: the model's folder (see `convert.hub.resolve_model` for Hub ids).
       dtype: of weights and activations; the recurrence's gates stay float32.
-      sharding: None (the default device), one sharding for all, or a rule (parameter name, shape) -> sharding.
+      sharding: None (the default device), one sharding for all, a rule (parameter name, shape) -> sharding, or a mesh
+        for tensor parallelism.
       progress: show a bar on stderr; None only on a terminal.
 
     Raises:
@@ -161,16 +167,39 @@ def load_target(
     config = read_target_config(folder)
     source = open_source(folder)
     keys = match_target(config, shapes_of(source), str(folder))
-    module = abstract_target_module(config, jnp.dtype(dtype))
-    fill(module, read_tensors(source, keys.weights, module_shapes(module), sharding, progress, "target"))
+    mesh, sharding = _on_mesh(sharding)
+    if mesh is not None:
+        check_divides(config, None, mesh.size)
+    shapes = module_shapes(abstract_target_module(config, jnp.dtype(dtype)))
+    values = read_tensors(source, keys.weights, shapes, sharding, progress, "target")
+    if mesh is not None:
+        values = {name: _own_rows(name, array, config, mesh) for name, array in values.items()}
+    module = abstract_target_module(config, jnp.dtype(dtype), 1 if mesh is None else mesh.size)
+    fill(module, values)
     return config, module
+
+
+def _on_mesh(sharding: Sharding | Mesh) -> tuple[Mesh | None, Sharding]:
+    """The mesh, if one is asked for, and where each parameter goes."""
+    if not isinstance(sharding, Mesh):
+        return None, sharding
+    mesh = sharding
+    return mesh, lambda name, shape: NamedSharding(mesh, parameter_spec(name))
+
+
+def _own_rows(name: str, array: jax.Array, config: TargetConfig, mesh: Mesh) -> jax.Array:
+    """Rows in the order of the devices that need them, exchanged between devices."""
+    order = row_order(name, config, mesh.size)
+    if order is None:
+        return array
+    return jax.jit(lambda rows: rows[order], out_shardings=array.sharding)(array)
 
 
 def load_drafter(
     folder: str | Path,
     target_config: TargetConfig | None,
     dtype: jax.typing.DTypeLike,
-    sharding: Sharding = None,
+    sharding: Sharding | Mesh = None,
     *,
     progress: bool | None = None,
 ) -> tuple[DrafterConfig, Drafter, list[str]]:
@@ -179,15 +208,19 @@ def load_drafter(
     With a target's config the pair is checked (layers, vocabulary, width, taps) before any weight is read.
     """
     config, source, keys, notes = open_drafter(Path(folder), target_config)
-    module = abstract_drafter_module(config, jnp.dtype(dtype))
-    fill(module, read_tensors(source, keys.weights, module_shapes(module), sharding, progress, "drafter"))
+    mesh, sharding = _on_mesh(sharding)
+    if mesh is not None and target_config is not None:
+        check_divides(target_config, config, mesh.size)
+    shapes = module_shapes(abstract_drafter_module(config, jnp.dtype(dtype)))
+    module = abstract_drafter_module(config, jnp.dtype(dtype), 1 if mesh is None else mesh.size)
+    fill(module, read_tensors(source, keys.weights, shapes, sharding, progress, "drafter"))
     return config, module, notes
 
 
 def load_mtp(
     folder: str | Path,
     dtype: jax.typing.DTypeLike,
-    sharding: Sharding = None,
+    sharding: Sharding | Mesh = None,
     *,
     progress: bool | None = None,
 ) -> MTP | None:
@@ -198,7 +231,8 @@ def load_mtp(
     keys = match_target(config, shapes_of(source), str(folder))
     if not keys.mtp:
         return None
-    module = abstract_mtp_module(config, jnp.dtype(dtype))
+    mesh, sharding = _on_mesh(sharding)
+    module = abstract_mtp_module(config, jnp.dtype(dtype), 1 if mesh is None else mesh.size)
     values = read_tensors(source, keys.mtp, abstract_mtp(config, jnp.dtype(dtype)), sharding, progress, "mtp head")
     fill(module, {name.removeprefix(MTP_PREFIX): array for name, array in values.items()})
     return module

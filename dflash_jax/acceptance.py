@@ -7,21 +7,23 @@ a row is reached only if the draws above it led there (sample-and-match; see doc
 
 from typing import Protocol
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.sharding import Vocabulary
 from dflash_jax.tree import Tree
 
 
 class AcceptanceRule(Protocol):
     """Chooses the target's token after each row; hashable, because it is a static argument of the round."""
 
-    def __call__(self, logits: Float[Array, "B N V"], tree: Tree) -> Int[Array, "B N"]:
-        """Returns one token a row from fp32 logits."""
+    def __call__(
+        self, logits: Float[Array, "B N V"], tree: Tree, vocabulary: Vocabulary
+    ) -> Int[Array, "B N"]:
+        """Returns one token a row from fp32 logits, of which a device may hold a slice (see `Vocabulary`)."""
         ...
 
 
-def greedy(logits: Float[Array, "B N V"], tree: Tree) -> Int[Array, "B N"]:
+def greedy(logits: Float[Array, "B N V"], tree: Tree, vocabulary: Vocabulary) -> Int[Array, "B N"]:
     """The most probable token; the smallest id among equals."""
     del tree
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return vocabulary.argmax(logits)

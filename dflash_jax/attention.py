@@ -1,11 +1,13 @@
 """Grouped-query attention with q/k norms, optionally gated: the target's and, ungated, the drafter's."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.layers import Linear, RMSNorm, apply_rope
+from dflash_jax.layers import Linear, RMSNorm, apply_rope, project
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.tree_attention import tree_attention
 
@@ -14,8 +16,11 @@ class Attention(nnx.Module):
     """One attention mixer; parameter names are Hugging Face's `self_attn.*`.
 
     With `gated`, q_proj's rows are interleaved per head, [query | gate], and the output is multiplied by
-    sigmoid(gate) before o_proj (Qwen3.5; always a sigmoid).
+    sigmoid(gate) before o_proj (Qwen3.5; always a sigmoid). With `shards`, a device holds its share of the heads.
     """
+
+    # Keys and values only: the drafter projects its context to them and to no query.
+    JOINED: ClassVar = {"kv_proj": ("k_proj", "v_proj")}
 
     def __init__(
         self,
@@ -30,12 +35,14 @@ class Attention(nnx.Module):
         dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
         out_std: float = 0.02,
+        shards: int = 1,
     ):
+        heads, kv_heads = heads // shards, kv_heads // shards
         self.heads, self.kv_heads, self.head_dim, self.gated = heads, kv_heads, head_dim, gated
         self.q_proj = Linear(hidden, heads * head_dim * (2 if gated else 1), dtype=dtype, rngs=rngs)
         self.k_proj = Linear(hidden, kv_heads * head_dim, dtype=dtype, rngs=rngs)
         self.v_proj = Linear(hidden, kv_heads * head_dim, dtype=dtype, rngs=rngs)
-        self.o_proj = Linear(heads * head_dim, hidden, dtype=dtype, rngs=rngs, std=out_std)
+        self.o_proj = Linear(heads * head_dim, hidden, dtype=dtype, rngs=rngs, std=out_std, shards=shards)
         self.q_norm = RMSNorm(head_dim, eps=eps, zero_centered=zero_centered, dtype=dtype)
         self.k_norm = RMSNorm(head_dim, eps=eps, zero_centered=zero_centered, dtype=dtype)
 
@@ -52,8 +59,8 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B N 2 K d"]:
         """Normed and rotated keys (index 0) beside plain values (index 1), as the pages hold them."""
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
-        k = apply_rope(self.k_norm(self.k_proj(x).reshape(shape)), cos, sin)
-        return jnp.stack([k, self.v_proj(x).reshape(shape)], axis=2)
+        k, v = project(self, "kv_proj", x)
+        return jnp.stack([apply_rope(self.k_norm(k.reshape(shape)), cos, sin), v.reshape(shape)], axis=2)
 
     def output(
         self, attended: Float[Array, "B N H d"], gate: Float[Array, "B N H d"] | None

@@ -5,6 +5,7 @@ earlier inputs the convolution reads and which rows the delta rule lets see each
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.layers import Linear
+from dflash_jax.layers import Linear, project_joined
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gdn_mixer import gated_norm, gdn_front
 from pallas_kernels.gdn_mixer.reference import convolve, l2norm
@@ -49,31 +50,47 @@ class GatedNorm(nnx.Module):
         self.eps = eps
 
     def __call__(
-        self, x: Float[Array, "... d"], z: Float[Array, "... d"], *, implementation: Implementation = "xla"
-    ) -> Float[Array, "... d"]:
-        """Norms x over its last axis and gates it; fp32 inside, z's dtype outside.
+        self,
+        x: Float[Array, "*R H d"],
+        z: Float[Array, "*R Z"],
+        *,
+        start: int = 0,
+        implementation: Implementation = "xla",
+    ) -> Float[Array, "*R H d"]:
+        """Norms every head and gates it by the columns of z from `start` on; fp32 inside, z's dtype outside.
 
         XLA unless asked: training calls this module by itself, and the kernel has no gradient.
         """
-        return gated_norm(x, z, self.weight[...], eps=self.eps, implementation=implementation)
+        return gated_norm(x, z, self.weight[...], eps=self.eps, start=start, implementation=implementation)
 
 
 class GatedDeltaNet(nnx.Module):
-    """One linear-attention mixer; parameter names are Hugging Face's `linear_attn.*`."""
+    """One linear-attention mixer; parameter names are Hugging Face's `linear_attn.*`.
+
+    With `shards`, a device holds its share of the key heads and the value heads that use them.
+    """
+
+    JOINED: ClassVar = {"in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")}
 
     def __init__(
-        self, config: TargetConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, out_std: float = 0.02
+        self,
+        config: TargetConfig,
+        *,
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        out_std: float = 0.02,
+        shards: int = 1,
     ):
-        self.key_heads, self.value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.key_heads = config.linear_num_key_heads // shards
+        self.value_heads = config.linear_num_value_heads // shards
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         hidden, inner = config.hidden_size, self.value_heads * self.value_dim
-        self.in_proj_qkv = Linear(hidden, config.conv_channels, dtype=dtype, rngs=rngs)
+        channels = config.conv_channels // shards
+        self.in_proj_qkv = Linear(hidden, channels, dtype=dtype, rngs=rngs)
         self.in_proj_z = Linear(hidden, inner, dtype=dtype, rngs=rngs)
         self.in_proj_b = Linear(hidden, self.value_heads, dtype=dtype, rngs=rngs)
         self.in_proj_a = Linear(hidden, self.value_heads, dtype=dtype, rngs=rngs)
-        self.conv1d = DepthwiseConv(
-            config.conv_channels, config.linear_conv_kernel_dim, dtype=dtype, rngs=rngs
-        )
+        self.conv1d = DepthwiseConv(channels, config.linear_conv_kernel_dim, dtype=dtype, rngs=rngs)
         decay = jax.random.uniform(rngs.params(), (self.value_heads,), jnp.float32, 1.0, 16.0)
         step = jnp.exp(
             jax.random.uniform(rngs.params(), (self.value_heads,), jnp.float32, jnp.log(1e-3), jnp.log(0.1))
@@ -82,7 +99,7 @@ class GatedDeltaNet(nnx.Module):
         self.A_log = nnx.Param(jnp.log(decay))
         self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)))  # softplus(dt_bias) = step
         self.norm = GatedNorm(self.value_dim, eps=config.rms_norm_eps)
-        self.out_proj = Linear(inner, hidden, dtype=dtype, rngs=rngs, std=out_std)
+        self.out_proj = Linear(inner, hidden, dtype=dtype, rngs=rngs, std=out_std, shards=shards)
 
     def convolve(
         self,
@@ -103,7 +120,7 @@ class GatedDeltaNet(nnx.Module):
         ancestors: Bool[Array, "B N N"] | None,
         conv_taps: Int[Array, "B N W"] | None,
         state: Float[Array, "B Hv dk dv"] | Float[Array, "L B Hv dk dv"],
-        window: Float[Array, "B W C"],
+        window: Float[Array, "B W C"] | Float[Array, "L B W C"],
         *,
         layer: int | None = None,
         precise: bool = True,
@@ -116,23 +133,22 @@ class GatedDeltaNet(nnx.Module):
           valid: padding rows are False; they leave the state untouched.
           ancestors: ancestor-or-self mask of tree rows, or None for causal rows.
           conv_taps: see `convolve`; None exactly when `ancestors` is.
-          state, window: this layer's committed state and raw inputs; or the states of all layers with `layer` naming
-            this one, which spares tree rows a copy of the state.
+          state, window: this layer's committed state and raw inputs; or those of all layers with `layer` naming this
+            one, which spares kernels a copy of either.
           layer: see `state`.
           precise: see `chunk_delta_rule`.
         """
         batch, rows = x.shape[:2]
         # Before the projections, so that padding reaches neither the convolution nor the state.
         x = jnp.where(valid[..., None], x, 0)
-        inputs = self.in_proj_qkv(x)
-        z = self.in_proj_z(x).reshape(batch, rows, self.value_heads, self.value_dim)
+        projected = project_joined(self, "in_proj", x)
+        channels = self.conv1d.weight.shape[0]
         q, k, v, strength, decay = gdn_front(
-            inputs, window, conv_taps, self.conv1d.weight[...], self.in_proj_b(x), self.in_proj_a(x),
-            self.A_log[...], self.dt_bias[...], valid,
-            key_heads=self.key_heads, key_dim=self.key_dim, implementation=implementation,
-        )
+            projected, window, conv_taps, self.conv1d.weight[...], self.A_log[...], self.dt_bias[...], valid,
+            key_heads=self.key_heads, key_dim=self.key_dim, layer=layer, implementation=implementation,
+        )  # fmt: skip
 
-        update = DeltaNetUpdate(conv_inputs=inputs)
+        update = DeltaNetUpdate(conv_inputs=projected[..., :channels])
         if ancestors is None:
             own = state if layer is None else state[layer]
             out, final = chunk_delta_rule(
@@ -144,5 +160,5 @@ class GatedDeltaNet(nnx.Module):
                 q, k, v, strength, decay, state, ancestors, layer=layer, implementation=implementation
             )
             update = dataclasses.replace(update, keys=k, innovations=fresh, path_decay=total)
-        mixed = self.norm(out, z, implementation=implementation).reshape(batch, rows, -1)
+        mixed = self.norm(out, projected, start=channels, implementation=implementation).reshape(batch, rows, -1)
         return self.out_proj(mixed), update

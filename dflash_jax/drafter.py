@@ -13,13 +13,16 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.attention import Attention
 from dflash_jax.config import DrafterConfig
 from dflash_jax.layers import Linear, RMSNorm, SwiGLU, rope_tables
+from dflash_jax.sharding import local_slice
 from pallas_kernels.dispatch import Implementation
 
 
 class DrafterLayer(nnx.Module):
     """A plain Qwen3 block: norm → attention → residual → norm → SwiGLU → residual."""
 
-    def __init__(self, config: DrafterConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DrafterConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, shards: int = 1
+    ):
         norm = {"eps": config.rms_norm_eps, "zero_centered": False, "dtype": dtype}
         out_std = 0.02 / (2 * config.num_layers) ** 0.5
         self.input_layernorm = RMSNorm(config.hidden_size, **norm)
@@ -34,29 +37,48 @@ class DrafterLayer(nnx.Module):
             dtype=dtype,
             rngs=rngs,
             out_std=out_std,
+            shards=shards,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
         self.mlp = SwiGLU(
-            config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs, down_std=out_std
+            config.hidden_size,
+            config.intermediate_size,
+            dtype=dtype,
+            rngs=rngs,
+            down_std=out_std,
+            shards=shards,
         )
 
 
 class Drafter(nnx.Module):
-    """Parameter names are those of the published checkpoints (no prefix, no embedding, no head)."""
+    """Parameter names are those of the published checkpoints (no prefix, no embedding, no head).
 
-    def __init__(self, config: DrafterConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    With `shards`, the module is one device's part, as a `Target` is.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        *,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        shards: int = 1,
+    ):
         self.config = config
+        self.shards = shards
         features = len(config.target_layer_ids) * config.hidden_size
-        self.fc = Linear(features, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.fc = Linear(features // shards, config.hidden_size, dtype=dtype, rngs=rngs, shards=shards)
         self.hidden_norm = RMSNorm(
             config.hidden_size, eps=config.rms_norm_eps, zero_centered=False, dtype=dtype
         )
-        self.layers = nnx.List(DrafterLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers))
+        self.layers = nnx.List(
+            DrafterLayer(config, dtype=dtype, rngs=rngs, shards=shards) for _ in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, zero_centered=False, dtype=dtype)
 
     def context_feature(self, taps: Float[Array, "B M F"]) -> Float[Array, "B M D"]:
         """hidden_norm(fc(taps)): what the drafter knows about a token of the context."""
-        return self.hidden_norm(self.fc(taps))
+        return self.hidden_norm(self.fc(local_slice(taps, self.shards)))
 
     def context_kv(
         self, taps: Float[Array, "B M F"], positions: Int[Array, "B M"]
@@ -100,10 +122,11 @@ class Drafter(nnx.Module):
         cos, sin = rope_tables(self.config.rope, positions)
         masks = self.block_masks(batch, rows)
         x = embeddings
+        normed = self.layers[0].input_layernorm(x)
         for index, layer in enumerate(self.layers):
             with jax.named_scope("draft_layer"):
                 mixed, _ = layer.self_attn(
-                    layer.input_layernorm(x),
+                    normed,
                     cos,
                     sin,
                     masks[index],
@@ -115,6 +138,7 @@ class Drafter(nnx.Module):
                     positions=positions,
                     implementation=implementation,
                 )
-                x = x + mixed
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x)
+                x, normed = layer.post_attention_layernorm.add(x, mixed, implementation)
+                after = self.layers[index + 1].input_layernorm if index + 1 < len(self.layers) else self.norm
+                x, normed = after.add(x, layer.mlp(normed), implementation)
+        return normed

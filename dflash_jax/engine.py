@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dflash_jax.acceptance import greedy
-from dflash_jax.cache import init_cache
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
 from dflash_jax.mtp import MTP
@@ -83,6 +83,7 @@ class Engine:
         implementation: Implementation = "auto",
         names: tuple[str, str | None] = ("target", None),
         mtp: MTP | None = None,
+        mesh: Mesh | None = None,
     ):
         limit = target.config.max_position_embeddings
         self.max_model_len = limit if max_model_len is None else max_model_len
@@ -92,14 +93,14 @@ class Engine:
             )
         self.target, self.drafter, self.mtp, self.tokenizer = target, drafter, mtp, tokenizer
         self.max_slots, self.page_size = max_slots, page_size
-        self.device = jax.devices()[0]
+        self.device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         on_cpu = self.device.platform == "cpu"
         self.prefill_chunk = prefill_chunk or (128 if on_cpu else 512)
         self.default_budget = 31 if on_cpu else 63
         self.implementation: Implementation = implementation
         self.names = names
         self.policy: TreePolicy = SpineFirst()
-        self.programs = Programs(target, drafter, mtp)
+        self.programs = Programs(target, drafter, mesh, mtp)
         self._states: dict[Any, DecodeState] = {}
 
     # ---------------------------------------------------------------- requests
@@ -226,33 +227,9 @@ class Engine:
         if kept is not None:
             return kept
         self._states.clear()  # one set of caches at a time
-        config, dtype = self.target.config, self.target.dtype
-        per_slot, pages = capacity // self.page_size, slots * (capacity // self.page_size)
         drafter = self.drafter.config if self.drafter is not None and spec.budget and not spec.mtp else None
-        cache = init_cache(
-            config, drafter, slots=slots, pages=pages, page_size=self.page_size, dtype=dtype, mtp=spec.mtp
-        )
-        block, features = spec.block_size, int(spec.mtp)
-        if drafter is not None:
-            block, features = drafter.block_size, len(drafter.target_layer_ids)
-        taps = jnp.zeros((slots, block, features * config.hidden_size), dtype) if features else None
-
-        # One array each: donated buffers must not be shared.
-        def zeros() -> jax.Array:
-            return jnp.zeros((slots,), jnp.int32)
-
-        return DecodeState(
-            cache=cache,
-            block_tables=jnp.zeros((slots, per_slot), jnp.int32),
-            lengths=zeros(),
-            anchor=zeros(),
-            taps=taps,
-            num_taps=zeros(),
-            active=jnp.zeros((slots,), bool),
-            remaining=zeros(),
-            stop_ids=jnp.full((slots, max(len(config.eos_token_ids), 1)), -1, jnp.int32),
-            histogram=jnp.zeros((slots, block + 1), jnp.int32),
-            next_tokens=jnp.zeros((slots, block), jnp.int32) if spec.mtp else None,
+        return self.programs.init(
+            drafter, slots, capacity, self.page_size, mtp_steps=spec.budget if spec.mtp else 0
         )
 
     def _prefill(
@@ -315,7 +292,7 @@ class Engine:
             if running:
                 result = self.programs.decode(state, burst, spec, buffer)
                 assert result is not None
-                state, output, histogram = result
+                state, (output, histogram) = result
                 flying.append((dict(running), output, histogram))
             if flying and (len(flying) > 1 or not running):
                 owners, output, histogram = flying.popleft()
@@ -368,6 +345,7 @@ class Engine:
             tokens_per_second=(len(ids) - 1) / seconds if len(ids) > 1 and seconds > 0 else 0.0,
             device=self.device.device_kind,
             dtype=str(jnp.dtype(self.target.dtype)),
+            kernels=self.programs.kernels(spec, _prefill_spec(spec)),
             model=self.names[0],
             draft_model=self.names[1] if spec.budget and not spec.mtp else None,
             seed=request.params.seed,

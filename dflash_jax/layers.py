@@ -5,13 +5,20 @@ fp32; products take the weights' dtype and accumulate in fp32.
 """
 
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import RopeConfig
+from dflash_jax.sharding import ROWS, Vocabulary, psum, shard_program
+from pallas_kernels.add_norm import add_norm
+from pallas_kernels.add_norm.reference import rms_norm
+from pallas_kernels.dispatch import Implementation
 
 # fp32 is asked for to get fp32: without this a GPU would silently round fp32 operands to TF32.
 FP32 = jax.lax.Precision.HIGHEST
@@ -22,8 +29,19 @@ def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     return FP32 if dtype == jnp.float32 else None
 
 
+def _product(x: Float[Array, "... i"], weight: Float[Array, "o i"]) -> Float[Array, "... o"]:
+    """x Wᵀ in x's dtype; sums are fp32 inside (a bf16 result asks for no copy in fp32 on the way)."""
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(
+        x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=x.dtype
+    )
+
+
 class Linear(nnx.Module):
-    """y = x Wᵀ, no bias. `weight` is [out, in]."""
+    """y = x Wᵀ, no bias. `weight` is [out, in].
+
+    With `shards`, every device holds the columns of its own inputs, and the products are summed over devices.
+    """
 
     def __init__(
         self,
@@ -33,18 +51,32 @@ class Linear(nnx.Module):
         dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
         std: float = 0.02,
+        shards: int = 1,
     ):
         values = std * jax.random.normal(rngs.params(), (out_features, in_features), jnp.float32)
         self.weight = nnx.Param(values.astype(dtype))
+        self.shards = shards
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Applies the map to the last axis, in x's dtype."""
-        weight = self.weight[...]
-        dims = (((x.ndim - 1,), (1,)), ((), ()))
-        out = jax.lax.dot_general(
-            x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=jnp.float32
-        )
-        return out.astype(x.dtype)
+        # Rounded before the sum: in bf16 half the bytes travel.
+        return psum(_product(x, self.weight[...]), self.shards)
+
+
+class Joined(nnx.Module):
+    """Several `Linear` maps of one input as one product; made from them by `join`."""
+
+    def __init__(self, weight: Float[Array, "o i"], widths: tuple[int, ...]):
+        self.weight = nnx.Param(weight)
+        self.widths = widths
+
+    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        """The maps' outputs side by side, in x's dtype."""
+        return _product(x, self.weight[...])
+
+    def split(self, out: Float[Array, "... o"]) -> list[Float[Array, "... _"]]:
+        """The output of each map."""
+        return jnp.split(out, np.cumsum(self.widths[:-1]).tolist(), axis=-1)
 
 
 class RMSNorm(nnx.Module):
@@ -57,17 +89,22 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """Norms the last axis, in x's dtype."""
-        weight = self.weight[...].astype(jnp.float32)
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        if self.zero_centered:
-            return (y * (1.0 + weight)).astype(x.dtype)
-        # The dense models round to the activations' dtype before scaling (Hugging Face Qwen3RMSNorm).
-        return (y.astype(x.dtype) * weight.astype(x.dtype)).astype(x.dtype)
+        return rms_norm(x, self.weight[...], eps=self.eps, zero_centered=self.zero_centered)
+
+    def add(
+        self, x: Float[Array, "... d"], update: Float[Array, "... d"], implementation: Implementation
+    ) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:
+        """The residual sum x + update, and its norm."""
+        return add_norm(
+            x, update, self.weight[...], eps=self.eps, zero_centered=self.zero_centered,
+            implementation=implementation,
+        )  # fmt: skip
 
 
 class SwiGLU(nnx.Module):
     """W_down (silu(W_gate x) · W_up x)."""
+
+    JOINED: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
 
     def __init__(
         self,
@@ -77,26 +114,71 @@ class SwiGLU(nnx.Module):
         dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
         down_std: float = 0.02,
+        shards: int = 1,
     ):
-        self.gate_proj = Linear(hidden, intermediate, dtype=dtype, rngs=rngs)
-        self.up_proj = Linear(hidden, intermediate, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(intermediate, hidden, dtype=dtype, rngs=rngs, std=down_std)
+        width = intermediate // shards
+        self.gate_proj = Linear(hidden, width, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(hidden, width, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(width, hidden, dtype=dtype, rngs=rngs, std=down_std, shards=shards)
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """Mixes the last axis."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(self, "gate_up_proj", x)
+        return self.down_proj(jax.nn.silu(gate) * up)
+
+
+def join(module: nnx.Module, mesh: Mesh | None = None) -> None:
+    """Joins, in place, the maps that read the same input, here and in all modules below (see `project`).
+
+    A layer's products become few and large, which a memory-bound device reads faster. Takes the memory of one map more
+    while it runs. On a mesh each device joins its own rows.
+    """
+    joined = shard_program(lambda weights: jnp.concatenate(weights), mesh, (ROWS,), ROWS)
+    joined = jax.jit(joined)
+    for _, part in list(nnx.iter_modules(module)):
+        for name, parts in getattr(type(part), "JOINED", {}).items():
+            if not hasattr(part, parts[0]):
+                continue  # joined before
+            weights = [getattr(part, one).weight[...] for one in parts]
+            widths = tuple(w.shape[0] // (1 if mesh is None else mesh.size) for w in weights)
+            setattr(part, name, Joined(joined(weights), widths))
+            for one in parts:
+                delattr(part, one)
+
+
+def project(module: nnx.Module, name: str, x: Float[Array, "... i"]) -> list[Float[Array, "... _"]]:
+    """The maps that `module.JOINED[name]` lists, applied to x: one product if they were joined, else one each."""
+    joined = getattr(module, name, None)
+    if joined is not None:
+        return joined.split(joined(x))
+    return [getattr(module, part)(x) for part in type(module).JOINED[name]]  # type: ignore[attr-defined]
+
+
+def project_joined(module: nnx.Module, name: str, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+    """The same, side by side in one array."""
+    joined = getattr(module, name, None)
+    return joined(x) if joined is not None else jnp.concatenate(project(module, name, x), axis=-1)
 
 
 class Embedding(nnx.Module):
-    """Token table [V, D]; also the head where embeddings are tied."""
+    """Token table [V, D]; also the head where embeddings are tied. Every device holds a slice of the vocabulary."""
 
-    def __init__(self, vocab_size: int, hidden: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
-        values = 0.02 * jax.random.normal(rngs.params(), (vocab_size, hidden), jnp.float32)
+    def __init__(
+        self, vocab_size: int, hidden: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, shards: int = 1
+    ):
+        values = 0.02 * jax.random.normal(rngs.params(), (vocab_size // shards, hidden), jnp.float32)
         self.weight = nnx.Param(values.astype(dtype))
+        self.shards = shards
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Rows of the table; ids outside it read its ends."""
-        return self.weight[...].at[tokens].get(mode="clip")
+        table = self.weight[...]
+        if self.shards == 1:
+            return table.at[tokens].get(mode="clip")
+        width = table.shape[0]
+        own = jnp.clip(tokens, 0, width * self.shards - 1) - Vocabulary(self.shards).start(width)
+        here = (own >= 0) & (own < width)
+        return psum(jnp.where(here[..., None], table.at[own].get(mode="clip"), 0), self.shards)
 
 
 def head_logits(weight: Float[Array, "V D"], hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:

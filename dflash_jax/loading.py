@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from dflash_jax.engine import Engine
 from dflash_jax.errors import UserError
+from dflash_jax.layers import join
+from dflash_jax.sharding import make_mesh
 from dflash_jax.tokenizer import Tokenizer
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation, UnsupportedError, check_available
 
@@ -55,7 +57,7 @@ def load(
       model: a Hugging Face folder, an Orbax folder made by `python -m convert`, or a Hub id; None for the bundled
         target.
       draft_model: the same for the drafter; None for no drafter (for the bundled target: its own).
-      tp: tensor-parallel devices; this version runs on one.
+      tp: tensor-parallel devices.
       dtype: "auto", "bfloat16" or "float32".
       max_model_len: longest prompt + generated text; None for the model's own limit.
       max_slots: requests decoded at once.
@@ -68,8 +70,6 @@ def load(
     """
     from convert import load_drafter, load_mtp, load_target, resolve_model
 
-    if tp != 1:
-        raise UserError(f"--tp {tp} is not available in this version; use --tp 1")
     if kernels not in IMPLEMENTATIONS:
         raise UserError(f"--kernels must be one of {', '.join(IMPLEMENTATIONS)}, found {kernels!r}")
     try:
@@ -80,11 +80,17 @@ def load(
         draft_model = BUNDLED_DRAFTER
     folder = resolve_model(str(model), revision) if model is not None else BUNDLED_TARGET
     kind = choose_dtype(dtype, folder)
-    target_config, target = load_target(folder, kind, progress=progress)
+    mesh = make_mesh(tp) if tp != 1 else None
+    target_config, target = load_target(folder, kind, mesh, progress=progress)
+    join(target, mesh)
+    mtp = load_mtp(folder, kind, mesh, progress=progress)
+    if mtp is not None:
+        join(mtp, mesh)
     drafter = None
     if draft_model is not None:
         draft_folder = resolve_model(str(draft_model), revision)
-        _, drafter, notes = load_drafter(draft_folder, target_config, kind, progress=progress)
+        _, drafter, notes = load_drafter(draft_folder, target_config, kind, mesh, progress=progress)
+        join(drafter, mesh)
         for note in notes:
             print(note, flush=True, file=sys.stderr)
     return Engine(
@@ -94,8 +100,9 @@ def load(
         max_model_len=max_model_len,
         max_slots=max_slots,
         implementation=kernels,
-        mtp=load_mtp(folder, kind, progress=progress),
+        mtp=mtp,
         names=(str(model or "bundled"), None if draft_model is None else _name(draft_model)),
+        mesh=mesh,
     )
 
 

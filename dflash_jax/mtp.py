@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.cache import write_pages
 from dflash_jax.config import FULL, TargetConfig
 from dflash_jax.layers import Linear, RMSNorm, rope_tables
+from dflash_jax.sharding import local_slice
 from dflash_jax.target import DecoderLayer, Target
 from pallas_kernels.dispatch import Implementation
 
@@ -31,22 +32,30 @@ if TYPE_CHECKING:
 
 
 class MTP(nnx.Module):
-    """Parameter names are those of checkpoints without their prefix `mtp.`."""
+    """Parameter names are those of checkpoints without their prefix `mtp.`; `shards` as of a `Target`."""
 
-    def __init__(self, config: TargetConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: TargetConfig,
+        *,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        shards: int = 1,
+    ):
         self.config = config
+        self.shards = shards
         width = config.hidden_size
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, "dtype": dtype}
-        self.fc = Linear(2 * width, width, dtype=dtype, rngs=rngs)
+        self.fc = Linear(2 * width // shards, width, dtype=dtype, rngs=rngs, shards=shards)
         self.pre_fc_norm_embedding = RMSNorm(width, **norm)
         self.pre_fc_norm_hidden = RMSNorm(width, **norm)
-        self.layers = nnx.List([DecoderLayer(config, FULL, dtype=dtype, rngs=rngs)])
+        self.layers = nnx.List([DecoderLayer(config, FULL, dtype=dtype, rngs=rngs, shards=shards)])
         self.norm = RMSNorm(width, **norm)
 
     def join(self, embeddings: Float[Array, "B N D"], hidden: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         """The layer's input: embeddings of the tokens that follow, and the hidden states that they follow."""
         parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
-        return self.fc(jnp.concatenate(parts, axis=-1))
+        return self.fc(local_slice(jnp.concatenate(parts, axis=-1), self.shards))
 
     def context_kv(self, x: Float[Array, "B M D"], positions: Int[Array, "B M"]) -> Float[Array, "1 B M 2 K d"]:
         """Keys and values of joined rows. With one layer they need no attention, so a context costs no more."""
@@ -78,9 +87,8 @@ class MTP(nnx.Module):
         mixed, kv = layer.self_attn(
             layer.input_layernorm(x), cos, sin, None, pages, 0, block_tables, lengths, implementation=implementation
         )
-        x = x + mixed
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x), kv[None]
+        x, normed = layer.post_attention_layernorm.add(x, mixed, implementation)
+        return self.norm.add(x, layer.mlp(normed), implementation)[1], kv[None]
 
 
 def prefill_context(
@@ -121,7 +129,8 @@ def draft_chain(
     before had left there: that is the roll-back.
 
     Returns:
-      The head's pages, the most probable token at each place after the anchor, and the fp32 logits it was taken from.
+      The head's pages, the most probable token at each place after the anchor, and the fp32 logits it was taken from
+      (of this device's slice of the vocabulary).
     """
     pages = state.cache.draft_kv
     assert pages is not None and state.taps is not None and state.next_tokens is not None
@@ -144,7 +153,7 @@ def draft_chain(
                 x = mtp.join(target.embed(drafted[-1][:, None]), hidden)
             hidden, kv = mtp(x, position[:, None], pages, tables, position, implementation=spec.implementation)
             logits.append(target.logits(hidden[:, 0]))
-            drafted.append(jnp.argmax(logits[-1], axis=-1).astype(jnp.int32))
+            drafted.append(target.vocabulary.argmax(logits[-1]))
             if 0 < step < spec.budget - 1:  # the first slot is written already, the last one has no reader
                 # No token comes after lengths + remaining: a slot has no page of its own there.
                 own = state.active & (position <= state.lengths + state.remaining)

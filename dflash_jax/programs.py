@@ -11,15 +11,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax import round as rounds
 from dflash_jax.cache import reset_slots
+from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.mtp import MTP
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
+from dflash_jax.sharding import REPLICATED, named, parameter_specs, shard_program, state_specs
 from dflash_jax.target import Target
+from pallas_kernels import dispatch
+
+TRITON_ROWS = 32
 
 
 def admit_slot(
@@ -28,9 +35,9 @@ def admit_slot(
     table: Int[Array, " T"],
     limit: Int[Array, ""],
     stop_ids: Int[Array, " S"],
-) -> DecodeState:
+) -> tuple[DecodeState, None]:
     """Empties a slot and gives it pages, a token limit and stop ids; nothing of its last request is left."""
-    return dataclasses.replace(
+    state = dataclasses.replace(
         state,
         cache=reset_slots(state.cache, slot[None]),
         block_tables=state.block_tables.at[slot].set(table),
@@ -44,26 +51,44 @@ def admit_slot(
         histogram=state.histogram.at[slot].set(0),
         next_tokens=None if state.next_tokens is None else state.next_tokens.at[slot].set(0),
     )
+    return state, None
 
 
-def release_slots(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
+def release_slots(state: DecodeState, slots: Bool[Array, " B"]) -> tuple[DecodeState, None]:
     """Stops decoding in the slots marked (a stop string, which only the host can see)."""
-    return dataclasses.replace(state, active=state.active & ~slots)
+    return dataclasses.replace(state, active=state.active & ~slots), None
+
+
+def _options(rows: int) -> dict[str, bool | int | str] | None:
+    """Compiler options for products of this many rows with weights.
+
+    XLA's own products are the faster ones up to some 32 rows, and cuBLAS' above: at 64 rows of the 27B matrices an H200
+    reads the weights at 3.3 TB/s with the former and at 3.7 TB/s with the latter.
+    """
+    if dispatch.target_device().platform not in ("gpu", "cuda") or rows <= TRITON_ROWS:
+        return None
+    return {"xla_gpu_enable_triton_gemm": False}
 
 
 class Programs:
     """Compiles each (program, shapes, spec) once.
 
     Attributes:
+      compiled: the programs, by name, static key and shapes.
       compile_seconds: time spent compiling so far.
       on_compile: called with a description before each compilation.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, mtp: MTP | None = None):
+    def __init__(
+        self, target: Target, drafter: Drafter | None, mesh: Mesh | None = None, mtp: MTP | None = None
+    ):
         self._target_def, self._target = nnx.split(target)
         models = {False: drafter, True: mtp}  # by RoundSpec.mtp
         self._drafters = {own: nnx.split(model) for own, model in models.items() if model is not None}
-        self._compiled: dict[Any, Any] = {}
+        self._mesh = mesh
+        self._config, self._dtype = target.config, target.dtype
+        self.compiled: dict[Any, Any] = {}
+        self._choices: dict[Any, dispatch.Choices] = {}
         self.compile_seconds = 0.0
         self.on_compile: Callable[[str], None] = lambda name: None
 
@@ -76,29 +101,73 @@ class Programs:
         return self._drafters[spec.mtp][1] if spec.budget else None
 
     def _get(
-        self, key: Any, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donate: int
+        self,
+        key: Any,
+        name: str,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        donate: int,
+        rows: int = 0,
     ) -> Any:
+        """The compiled program of a function that takes models, a state (number `donate`) and small things.
+
+        It returns the state and something that is alike on every device; the small things are that too. `rows` is how
+        many rows its products with weights have.
+        """
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments[donate]))
         key = (name, key, shapes)
-        if key not in self._compiled:
+        if key not in self.compiled:
             self.on_compile(name)
             start = time.perf_counter()
-            self._compiled[key] = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+            specs = tuple(
+                parameter_specs(x) if i < donate else state_specs(x) if i == donate else REPLICATED
+                for i, x in enumerate(arguments)
+            )
+            sharded = shard_program(function, self._mesh, specs, (specs[donate], REPLICATED))
+            with dispatch.recording() as choices:
+                lowered = jax.jit(sharded, donate_argnums=donate).lower(*arguments)
+            self.compiled[key] = lowered.compile(_options(rows))
+            self._choices[key] = choices
             self.compile_seconds += time.perf_counter() - start
-        return self._compiled[key]
+        return self.compiled[key]
+
+    def init(
+        self, drafter: DrafterConfig | None, slots: int, capacity: int, page_size: int, *, mtp_steps: int = 0
+    ) -> DecodeState:
+        """See `round.init_state`; every device makes its own part."""
+        config, dtype = self._config, self._dtype
+
+        def make() -> DecodeState:
+            return rounds.init_state(
+                config, drafter, slots=slots, capacity=capacity, page_size=page_size, dtype=dtype, mtp_steps=mtp_steps
+            )
+
+        if self._mesh is None:
+            return make()
+        return jax.jit(make, out_shardings=named(self._mesh, state_specs(jax.eval_shape(make))))()
+
+    def kernels(self, *specs: RoundSpec) -> dict[str, str]:
+        """Op -> implementation in the programs compiled for `specs`; "pallas+xla" where its calls differ."""
+        found: dispatch.Choices = {}
+        for (_, static, _), choices in self._choices.items():
+            if static and static[0] in specs:
+                for op, names in choices.items():
+                    found.setdefault(op, set()).update(names)
+        return {op: "+".join(sorted(names)) for op, names in sorted(found.items())}
 
     def decode(
         self, state: DecodeState, max_rounds: int, spec: RoundSpec, buffer: int, *, compile_only: bool = False
-    ) -> tuple[DecodeState, RoundOutput, Int[Array, "B H"]] | None:
+    ) -> tuple[DecodeState, tuple[RoundOutput, Int[Array, "B H"]]] | None:
         """Up to `max_rounds` rounds on the device; also returns a copy of the histogram that outlives the state."""
 
         def run(target: Any, drafter: Any, state: DecodeState, max_rounds: Array) -> Any:
             state, output = rounds.decode(*self._models(target, drafter, spec), state, max_rounds, spec, buffer)
-            return state, output, jnp.copy(state.histogram)
+            return state, (output, jnp.copy(state.histogram))
 
         drafter = self._drafter_of(spec)
-        arguments = (self._target, drafter, state, jnp.asarray(max_rounds, jnp.int32))
-        program = self._get((spec, buffer), "decode", run, arguments, 2)
+        arguments = (self._target, drafter, state, np.asarray(max_rounds, np.int32))
+        rows = state.anchor.shape[0] * (spec.budget + 1)
+        program = self._get((spec, buffer), "decode", run, arguments, 2, rows)
         return None if compile_only else program(*arguments)
 
     def prefill(
@@ -131,10 +200,10 @@ class Programs:
             self._target,
             drafter,
             state,
-            jnp.asarray([slot], jnp.int32),
-            jnp.asarray(tokens, jnp.int32)[None],
-            jnp.asarray([count], jnp.int32),
-            jnp.asarray([last]),
+            np.asarray([slot], np.int32),
+            np.asarray(tokens, np.int32)[None],
+            np.asarray([count], np.int32),
+            np.asarray([last]),
         )
         program = self._get((spec, len(tokens)), "prefill", run, arguments, 2)
         return None if compile_only else program(*arguments)
@@ -143,14 +212,14 @@ class Programs:
         """See `admit_slot`."""
         arguments = (
             state,
-            jnp.asarray(slot, jnp.int32),
-            jnp.asarray(table, jnp.int32),
-            jnp.asarray(limit, jnp.int32),
-            jnp.asarray(stop_ids, jnp.int32),
+            np.asarray(slot, np.int32),
+            np.asarray(table, np.int32),
+            np.asarray(limit, np.int32),
+            np.asarray(stop_ids, np.int32),
         )
-        return self._get((), "admit", admit_slot, arguments, 0)(*arguments)
+        return self._get((), "admit", admit_slot, arguments, 0)(*arguments)[0]
 
     def release(self, state: DecodeState, slots: Any) -> DecodeState:
         """See `release_slots`."""
-        arguments = (state, jnp.asarray(slots, bool))
-        return self._get((), "release", release_slots, arguments, 0)(*arguments)
+        arguments = (state, np.asarray(slots, bool))
+        return self._get((), "release", release_slots, arguments, 0)(*arguments)[0]

@@ -80,6 +80,8 @@ class Completion:
       prefill_seconds: from admission to the first token; decode_seconds: from there to the last.
       compile_seconds: spent on compiling programs for the call that this request was part of.
       tokens_per_second: tokens after the first, over decode_seconds.
+      kernels: op -> "pallas" or "xla", as its prefill and decode programs were compiled; "pallas+xla" where the calls
+        of one op differ (shapes that the kernel refuses). The log says why, at level INFO.
     """
 
     text: str
@@ -99,6 +101,7 @@ class Completion:
     tokens_per_second: float
     device: str
     dtype: str
+    kernels: dict[str, str]
     model: str
     draft_model: str | None
     seed: int

@@ -12,7 +12,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.acceptance import AcceptanceRule, greedy
-from dflash_jax.cache import Cache, Context, commit, commit_causal, write_pages
+from dflash_jax.cache import Cache, Context, commit, commit_causal, init_cache, write_pages
+from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.mtp import MTP, draft_chain, prefill_context
 from dflash_jax.target import Rows, Target, TargetOutput
@@ -22,9 +23,11 @@ from dflash_jax.tree import (
     TreePolicy,
     Walk,
     ancestor_index,
-    build_tree,
+    candidates_needed,
     chain_tree,
+    grow_tree,
     root_only_tree,
+    top_candidates,
     walk,
 )
 from pallas_kernels.dispatch import Implementation
@@ -90,6 +93,48 @@ class DecodeState:
     next_tokens: Int[Array, "B D"] | None = None
 
 
+def init_state(
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    *,
+    slots: int,
+    capacity: int,
+    page_size: int,
+    dtype: jax.typing.DTypeLike,
+    mtp_steps: int = 0,
+) -> DecodeState:
+    """The state of `slots` empty slots of `capacity` tokens each (a multiple of `page_size`), none active.
+
+    For rounds that draft with the target's own head, `mtp_steps` tokens each, if that is not 0.
+    """
+    per_slot = capacity // page_size
+    block, features = mtp_steps + 1, min(mtp_steps, 1)
+    if drafter is not None:
+        block, features = drafter.block_size, len(drafter.target_layer_ids)
+    taps = jnp.zeros((slots, block, features * target.hidden_size), dtype) if features else None
+
+    # One array each: donated buffers must not be shared.
+    def zeros() -> Int[Array, " B"]:
+        return jnp.zeros((slots,), jnp.int32)
+
+    return DecodeState(
+        cache=init_cache(
+            target, drafter, slots=slots, pages=slots * per_slot, page_size=page_size, dtype=dtype,
+            mtp=mtp_steps > 0,
+        ),
+        block_tables=jnp.zeros((slots, per_slot), jnp.int32),
+        lengths=zeros(),
+        anchor=zeros(),
+        taps=taps,
+        num_taps=zeros(),
+        active=jnp.zeros((slots,), bool),
+        remaining=zeros(),
+        stop_ids=jnp.full((slots, max(len(target.eos_token_ids), 1)), -1, jnp.int32),
+        histogram=jnp.zeros((slots, block + 1), jnp.int32),
+        next_tokens=jnp.zeros((slots, block), jnp.int32) if mtp_steps else None,
+    )
+
+
 @struct.dataclass
 class RoundOutput:
     """Tokens that one round (or one prefill) emitted; entries from `count` on mean nothing."""
@@ -104,8 +149,8 @@ def draft(
     """Writes last round's accepted features to the draft KV, runs one block, returns the marginals of its slots.
 
     Returns:
-      The draft KV, and fp32 log-probabilities of the block_size - 1 tokens after the anchor (slot k predicts the
-      token at anchor + k; slot 0's own output is not used).
+      The draft KV, and fp32 logits of the block_size - 1 tokens after the anchor (slot k predicts the token at
+      anchor + k; slot 0's own output is not used), of this device's slice of the vocabulary.
     """
     assert state.taps is not None and state.cache.draft_kv is not None
     order = jnp.arange(state.taps.shape[1])
@@ -123,7 +168,7 @@ def draft(
         block = target.embed(jnp.concatenate([state.anchor[:, None], masks], axis=1))
         tables = state.block_tables[:, : spec.context_pages]
         hidden = drafter(block, draft_kv, tables, state.lengths, implementation=spec.implementation)
-        return draft_kv, jax.nn.log_softmax(target.logits(hidden[:, 1:]), axis=-1)
+        return draft_kv, target.logits(hidden[:, 1:])
 
 
 def verify(
@@ -213,10 +258,13 @@ def speculative_round(
         tree = chain_tree(state.anchor, drafted)
     elif spec.budget and isinstance(drafter, Drafter):
         with jax.named_scope("draft"):
-            draft_kv, log_probs = draft(target, drafter, state, spec)
+            draft_kv, logits = draft(target, drafter, state, spec)
             state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))
         with jax.named_scope("tree"):
-            tree = build_tree(state.anchor, log_probs, spec.budget, spec.policy)
+            length = spec.block_size - 1
+            depths, k = candidates_needed(length, target.config.vocab_size, spec.budget, spec.policy)
+            values, tokens = top_candidates(logits[:, :depths], k, target.vocabulary)
+            tree = grow_tree(state.anchor, values, tokens, spec.budget, spec.policy, length)
         taps = drafter.config.target_layer_ids
     elif spec.budget:
         raise ValueError("a round with a tree needs a drafter")
@@ -230,7 +278,7 @@ def speculative_round(
         output = verify(target, state, tree, taps, spec)
         if spec.mtp:
             output = dataclasses.replace(output, taps=output.hidden)
-        chosen = spec.rule(target.logits(output.hidden), tree)
+        chosen = spec.rule(target.logits(output.hidden), tree, target.vocabulary)
     with jax.named_scope("walk"):
         walked = walk(tree, chosen)
     with jax.named_scope("commit"):
@@ -316,7 +364,7 @@ def prefill(
             draft_kv = write_pages(cache.draft_kv, fresh, tables, rows.positions, valid)
             cache = dataclasses.replace(cache, draft_kv=draft_kv)
     final = jnp.take_along_axis(output.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-    first = spec.rule(target.logits(final), root_only_tree(tokens[:, 0]))
+    first = spec.rule(target.logits(final), root_only_tree(tokens[:, 0]), target.vocabulary)
 
     kept, next_tokens, waiting = state.taps, state.next_tokens, 0
     if isinstance(drafter, MTP):

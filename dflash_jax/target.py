@@ -10,6 +10,7 @@ from dflash_jax.cache import Context, RowUpdates
 from dflash_jax.config import LINEAR, TargetConfig
 from dflash_jax.deltanet import DeltaNetUpdate, GatedDeltaNet
 from dflash_jax.layers import Embedding, Linear, RMSNorm, SwiGLU, head_logits, rope_tables
+from dflash_jax.sharding import Vocabulary
 from pallas_kernels.dispatch import Implementation
 
 
@@ -44,13 +45,23 @@ class TargetOutput:
 class DecoderLayer(nnx.Module):
     """norm → mixer → residual → norm → SwiGLU → residual."""
 
-    def __init__(self, config: TargetConfig, kind: str, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: TargetConfig,
+        kind: str,
+        *,
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        shards: int = 1,
+    ):
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, "dtype": dtype}
         # Residual branches start small, so that deep stacks train from scratch (GPT-2's 1/√(2L)).
         out_std = 0.02 / (2 * config.num_layers) ** 0.5
         self.input_layernorm = RMSNorm(config.hidden_size, **norm)
         if kind == LINEAR:
-            self.linear_attn = GatedDeltaNet(config, dtype=dtype, rngs=rngs, out_std=out_std)
+            self.linear_attn = GatedDeltaNet(
+                config, dtype=dtype, rngs=rngs, out_std=out_std, shards=shards
+            )
         else:
             self.self_attn = Attention(
                 config.hidden_size,
@@ -63,27 +74,52 @@ class DecoderLayer(nnx.Module):
                 dtype=dtype,
                 rngs=rngs,
                 out_std=out_std,
+                shards=shards,
             )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
         self.mlp = SwiGLU(
-            config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs, down_std=out_std
+            config.hidden_size,
+            config.intermediate_size,
+            dtype=dtype,
+            rngs=rngs,
+            down_std=out_std,
+            shards=shards,
         )
 
 
 class Target(nnx.Module):
-    """A Qwen3.5/3.6 hybrid or dense Qwen3 decoder; parameter names are Hugging Face's without their prefix."""
+    """A Qwen3.5/3.6 hybrid or dense Qwen3 decoder; parameter names are Hugging Face's without their prefix.
 
-    def __init__(self, config: TargetConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    With `shards`, the module is one device's part and runs inside `sharding.shard_program`; `config` stays that of the
+    whole model.
+    """
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        *,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        shards: int = 1,
+    ):
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.shards = shards
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs, shards=shards
+        )
         self.layers = nnx.List(
-            DecoderLayer(config, kind, dtype=dtype, rngs=rngs) for kind in config.layer_types
+            DecoderLayer(config, kind, dtype=dtype, rngs=rngs, shards=shards) for kind in config.layer_types
         )
         self.norm = RMSNorm(
             config.hidden_size, eps=config.rms_norm_eps, zero_centered=config.zero_centered_norm, dtype=dtype
         )
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size // shards, dtype=dtype, rngs=rngs)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Reductions over what `logits` returns."""
+        return Vocabulary(self.shards)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -95,7 +131,7 @@ class Target(nnx.Module):
         return self.embed_tokens(tokens)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """fp32 logits of normed hidden states; the drafter shares the head."""
+        """fp32 logits of normed hidden states, on this device's slice of the vocabulary; the drafter shares them."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return head_logits(head.weight[...], hidden)
 
@@ -103,8 +139,9 @@ class Target(nnx.Module):
         """The context of sequences that start now (training, scoring)."""
         c = self.config
         linear = len(c.linear_layers)
-        states = (linear, batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
-        window = (linear, batch, max(c.linear_conv_kernel_dim - 1, 0), c.conv_channels)
+        heads = c.linear_num_value_heads // self.shards
+        states = (linear, batch, heads, c.linear_key_head_dim, c.linear_value_head_dim)
+        window = (linear, batch, max(c.linear_conv_kernel_dim - 1, 0), c.conv_channels // self.shards)
         return Context(
             pages=None,
             block_tables=None,
@@ -138,22 +175,23 @@ class Target(nnx.Module):
         tapped: list[Array] = []
         kv: list[Array] = []
         linear: list[DeltaNetUpdate] = []
+        normed = self.layers[0].input_layernorm(x)
         for index, layer in enumerate(self.layers):
-            normed = layer.input_layernorm(x)
             with jax.named_scope(config.layer_types[index]):
                 if config.layer_types[index] == LINEAR:
                     place = len(linear)
-                    mixed, update = layer.linear_attn(
+                    mixed, delta = layer.linear_attn(
                         normed,
                         rows.valid,
                         rows.ancestors,
                         rows.conv_taps,
-                        context.recurrent[place],
-                        context.conv[place],
+                        context.recurrent,
+                        context.conv,
+                        layer=place,
                         precise=precise,
                         implementation=implementation,
                     )
-                    linear.append(update)
+                    linear.append(delta)
                 else:
                     mixed, fresh = layer.self_attn(
                         normed,
@@ -167,37 +205,38 @@ class Target(nnx.Module):
                         implementation=implementation,
                     )
                     kv.append(fresh)
-            x = x + mixed
             with jax.named_scope("mlp"):
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
+                x, normed = layer.post_attention_layernorm.add(x, mixed, implementation)
+                update = layer.mlp(normed)
+            after = self.layers[index + 1].input_layernorm if index + 1 < config.num_layers else self.norm
+            x, normed = after.add(x, update, implementation)
             if index in taps:
                 tapped.append(x)
         features = jnp.concatenate(tapped, axis=-1) if tapped else None
-        return TargetOutput(self.norm(x), features, _stack_updates(config, rows, kv, linear, x.dtype))
+        return TargetOutput(normed, features, self._stack_updates(rows, kv, linear, x.dtype))
 
+    def _stack_updates(
+        self,
+        rows: Rows,
+        kv: list[Array],
+        linear: list[DeltaNetUpdate],
+        dtype: jax.typing.DTypeLike,
+    ) -> RowUpdates:
+        """Stacks the layers' updates as the caches are stacked (an empty stack where a model has no such layer)."""
+        shape = rows.tokens.shape
 
-def _stack_updates(
-    config: TargetConfig,
-    rows: Rows,
-    kv: list[Array],
-    linear: list[DeltaNetUpdate],
-    dtype: jax.typing.DTypeLike,
-) -> RowUpdates:
-    """Stacks the layers' updates as the caches are stacked (an empty stack where a model has no such layer)."""
-    shape = rows.tokens.shape
+        def stack(name: str) -> Array | None:
+            if not linear or getattr(linear[0], name) is None:
+                return None
+            return jnp.stack([getattr(update, name) for update in linear])
 
-    def stack(name: str) -> Array | None:
-        if not linear or getattr(linear[0], name) is None:
-            return None
-        return jnp.stack([getattr(update, name) for update in linear])
-
-    none = jnp.zeros((0, *shape, 2, config.num_kv_heads, config.head_dim), dtype)
-    conv_inputs = stack("conv_inputs")
-    return RowUpdates(
-        kv=jnp.stack(kv) if kv else none,
-        conv_inputs=jnp.zeros((0, *shape, 0), dtype) if conv_inputs is None else conv_inputs,
-        final_state=stack("final_state"),
-        keys=stack("keys"),
-        innovations=stack("innovations"),
-        path_decay=stack("path_decay"),
-    )
+        none = jnp.zeros((0, *shape, 2, self.config.num_kv_heads // self.shards, self.config.head_dim), dtype)
+        conv_inputs = stack("conv_inputs")
+        return RowUpdates(
+            kv=jnp.stack(kv) if kv else none,
+            conv_inputs=jnp.zeros((0, *shape, 0), dtype) if conv_inputs is None else conv_inputs,
+            final_state=stack("final_state"),
+            keys=stack("keys"),
+            innovations=stack("innovations"),
+            path_decay=stack("path_decay"),
+        )

@@ -37,6 +37,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.sharding import Vocabulary
 from dflash_jax.tree_policy import BestFirst, SpineFirst, TreePolicy
 
 __all__ = [
@@ -47,7 +48,9 @@ __all__ = [
     "Walk",
     "ancestor_index",
     "build_tree",
+    "candidates_needed",
     "chain_tree",
+    "grow_tree",
     "root_only_tree",
     "top_candidates",
     "walk",
@@ -105,48 +108,82 @@ class Walk:
     tokens: Int[Array, "B D"]
 
 
+def candidates_needed(length: int, vocab: int, budget: int, policy: TreePolicy) -> tuple[int, int]:
+    """How many depths, and how many of the best tokens of each, a tree of this budget can use."""
+    spine = _spine(length, budget, policy)
+    # No path is longer than the number of nodes.
+    return min(length, budget), 1 if spine == budget else min(budget, vocab)
+
+
+def _spine(length: int, budget: int, policy: TreePolicy) -> int:
+    return min(max(policy.spine_nodes(length, budget), 0), length, budget)
+
+
 def top_candidates(
-    log_probs: Float[Array, "B L V"], k: int
+    logits: Float[Array, "B L V"], k: int, vocabulary: Vocabulary
 ) -> tuple[Float[Array, "B L K"], Int[Array, "B L K"]]:
     """The ``k`` best tokens of each depth, best first, equal values in the order of their ids.
 
-    The only step that reads the vocabulary, kept apart so that a kernel or a vocabulary-sharded version can
-    take its place.
+    The only step that reads the drafter's vocabulary, of which each device may hold a slice.
 
     Returns:
-        Their values and their token ids.
+        Their log-probabilities and their token ids.
     """
-    values, tokens = lax.top_k(log_probs, k)
-    return values, tokens.astype(jnp.int32)
+    values, tokens = vocabulary.top_k(logits, k)
+    return values - vocabulary.log_normaliser(logits)[..., None], tokens
 
 
 def build_tree(
     anchor: Int[Array, "B"], log_probs: Float[Array, "B L V"], budget: int, policy: TreePolicy | None = None
 ) -> Tree:
-    """Builds the tree of the ``budget`` best prefixes under ``policy``, for each slot on its own.
-
-    Everything is static in shape; under ``jax.jit`` mark ``budget`` and ``policy`` static.
+    """:func:`grow_tree` from whole marginals.
 
     Args:
         anchor: token of node 0.
         log_probs: the drafter's fp32 log-softmax at temperature 1, whatever the temperature of the request;
             index 0 of ``L`` is depth 1. -inf marks an impossible token.
-        budget: number of rows besides node 0. Where fewer prefixes are possible, the rest is padding.
+        budget: number of rows besides node 0.
         policy: which prefixes count as best; :class:`SpineFirst` if not given.
 
     Raises:
-        ValueError: ``budget < 1`` or ``L < 1`` (use :func:`root_only_tree` for a tree of one row).
+        ValueError: as of :func:`grow_tree`.
     """
     policy = SpineFirst() if policy is None else policy
     length, vocab = log_probs.shape[1:]
+    depths, k = candidates_needed(length, vocab, budget, policy)
+    values, tokens = lax.top_k(log_probs[:, :depths], k)
+    return grow_tree(anchor, values, tokens.astype(jnp.int32), budget, policy, length)
+
+
+def grow_tree(
+    anchor: Int[Array, "B"],
+    values: Float[Array, "B l K"],
+    tokens: Int[Array, "B l K"],
+    budget: int,
+    policy: TreePolicy,
+    length: int,
+) -> Tree:
+    """Builds the tree of the ``budget`` best prefixes under ``policy``, for each slot on its own.
+
+    Everything is static in shape; under ``jax.jit`` mark ``budget``, ``policy`` and ``length`` static.
+
+    Args:
+        anchor: token of node 0.
+        values: log-probabilities of the best tokens of each depth, best first, as many as
+            :func:`candidates_needed` says.
+        tokens: those tokens.
+        budget: number of rows besides node 0. Where fewer prefixes are possible, the rest is padding.
+        policy: which prefixes count as best.
+        length: depths that the drafter has; the tree's ``max_depth``.
+
+    Raises:
+        ValueError: ``budget < 1`` or ``length < 1`` (use :func:`root_only_tree` for a tree of one row).
+    """
     if budget < 1 or length < 1:
         raise ValueError(f"a tree needs budget >= 1 and block length >= 1, got {budget} and {length}")
-    spine = min(max(policy.spine_nodes(length, budget), 0), length, budget)
-    k = 1 if spine == budget else min(budget, vocab)
-    # No path is longer than the number of nodes.
-    values, tokens = top_candidates(log_probs[:, : min(length, budget)], k)
+    spine = _spine(length, budget, policy)
     scores = policy.edge_scores(values)
-    if scores is not values:  # the search relies on descending ranks, which top_candidates ensures by itself
+    if scores is not values:  # the search relies on descending ranks, which the candidates have by themselves
         scores = lax.cummin(scores, axis=2)
     edges = _costs(scores)
     if spine == budget:  # nothing to search: the tree is the chain, up to where it becomes impossible

@@ -1,6 +1,10 @@
 """Choice of an implementation for an op: the one seam between the model and its kernels."""
 
+import contextlib
+import contextvars
+import logging
 import warnings
+from collections.abc import Generator
 from typing import Literal
 
 import jax
@@ -9,13 +13,20 @@ Implementation = Literal["auto", "xla", "pallas"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "pallas")
 
 # Ops that have a Pallas kernel, by name. An op that is not here is served by its XLA reference alone.
-PALLAS_OPS: frozenset[str] = frozenset({"gdn_mixer", "gdn_scan", "tree_attention"})
+PALLAS_OPS: frozenset[str] = frozenset({"add_norm", "gdn_mixer", "gdn_scan", "tree_attention"})
 # What the kernels need: asynchronous copies and bf16 products came with Ampere.
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
 # Upstream deprecates the Triton backend, the one backend of Pallas that serves Ampere well. The warning comes when the
 # surrounding program is lowered, long after a kernel was called, so it is silenced here, by its text, and no other.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+
+
+# Op -> the implementations that its calls got, of the innermost `recording`. Each thread has its own.
+Choices = dict[str, set[str]]
+_recorded: contextvars.ContextVar[Choices | None] = contextvars.ContextVar("recorded", default=None)
+_logger = logging.getLogger(__name__)
+_logged: set[tuple[str, str, str]] = set()
 
 
 class UnsupportedError(ValueError):
@@ -44,6 +55,31 @@ def unsupported_device(device: jax.Device) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def recording() -> Generator[Choices]:
+    """Collects what `resolve` answers inside: op -> implementations. Enter it around the tracing of a program.
+
+    A function that `jax.jit` has traced before asks no more and is not recorded again.
+    """
+    choices: Choices = {}
+    token = _recorded.set(choices)
+    try:
+        yield choices
+    finally:
+        _recorded.reset(token)
+
+
+def _record(op: str, choice: Literal["xla", "pallas"], reason: str) -> Literal["xla", "pallas"]:
+    """Notes a choice, and logs it at level INFO the first time it is made for this reason."""
+    choices = _recorded.get()
+    if choices is not None:
+        choices.setdefault(op, set()).add(choice)
+    if (op, choice, reason) not in _logged:
+        _logged.add((op, choice, reason))
+        _logger.info("op '%s' runs with %s: %s", op, choice, reason)
+    return choice
+
+
 def resolve(
     op: str, implementation: Implementation, unsupported: str | None = None
 ) -> Literal["xla", "pallas"]:
@@ -61,19 +97,19 @@ def resolve(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
     if implementation == "xla":
-        return "xla"
+        return _record(op, "xla", "asked for")
     if op not in PALLAS_OPS:
         reason = "has no Pallas kernel in this version"
     else:
         reason = unsupported or unsupported_device(target_device())
     if reason is None:
-        return "pallas"
+        return _record(op, "pallas", "serves this device and shape")
     if implementation == "pallas":
         raise UnsupportedError(f"op '{op}' with Pallas kernels: {reason}; use 'xla' or 'auto'")
-    return "xla"
+    return _record(op, "xla", reason)
 
 
 def check_available(implementation: Implementation) -> None:
     """Raises `UnsupportedError` at once if an op of the model could not run with `implementation`."""
-    for op in ("tree_attention", "gdn_scan", "gdn_mixer"):
+    for op in sorted(PALLAS_OPS):
         resolve(op, implementation)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_jax.sharding import Vocabulary
 from dflash_jax.tree import (
     BestFirst,
     SpineFirst,
@@ -290,9 +291,9 @@ def test_nan_depth_ends_the_tree():
 
 
 def test_top_candidates_break_ties_by_token_id():
-    values, tokens = top_candidates(jnp.array([[[-2.0, -1.0, -2.0, -1.0, -3.0]]]), 4)
-    assert tokens.tolist() == [[[1, 3, 0, 2]]]
-    assert values.tolist() == [[[-1.0, -1.0, -2.0, -2.0]]]
+    values, tokens = top_candidates(jnp.log(jnp.array([[[0.1, 0.3, 0.1, 0.3, 0.2]]])), 4, Vocabulary())
+    assert tokens.tolist() == [[[1, 3, 4, 0]]]
+    assert np.allclose(np.exp(values), [[[0.3, 0.3, 0.2, 0.1]]])
 
 
 @pytest.mark.parametrize(("budget", "length"), [(0, 3), (3, 0)])

@@ -87,6 +87,19 @@ def _shapes() -> dict[str, Shape]:
 
 SHAPES: dict[str, Shape] = _shapes()
 
+# Context lengths at which a shape is timed: short, long, and the longest that is promised.
+TIMED_LENGTHS: dict[str, tuple[int, ...]] = {
+    "qwen3.6-27b-64": (1024, 32_768, 131_072),
+    "qwen3.6-27b-16": (1024, 32_768),
+    "qwen3.6-27b-1": (1024, 32_768),
+    "qwen3.6-27b-prefill": (8192,),
+    "drafter": (8192, 32_768),
+    "drafter-window": (32_768,),
+    "bundled-1": (512,),
+    "bundled-64": (512,),
+    "bundled-drafter": (512,),
+}
+
 
 def _call(q, kv, mask, pages, layer, block_tables, lengths, positions, **options):
     """The op with its arrays in one row, as `Shape.arguments` has them."""
