@@ -13,14 +13,16 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from convert import load_mtp, save_target
+from convert import load_mtp, load_target, save_target
 from dflash_jax import Engine, SamplingParams, UserError
 from dflash_jax import round as rounds
 from dflash_jax.cache import init_cache
 from dflash_jax.config import FULL, LINEAR, parse_target_config
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.mtp import MTP, draft_chain
+from dflash_jax.programs import Programs
 from dflash_jax.round import DecodeState, RoundSpec
+from dflash_jax.sharding import make_mesh
 from dflash_jax.target import Target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train.data import Answers
@@ -288,3 +290,31 @@ def test_a_head_learns_and_joins_its_target(tmp_path: Path) -> None:
     merge_head(out / "target", out / "target", loaded)  # in place, once more
     again = load_file(out / "target" / "model.safetensors")
     assert {k: v.tobytes() for k, v in again.items()} == {k: v.tobytes() for k, v in after.items()}
+
+
+def test_two_devices_draft_what_one_does(tmp_path: Path) -> None:
+    """The head's part of each device, read from a checkpoint; the same rounds, hence the same drafts."""
+    raw = cases.TARGETS["hybrid"] | {"num_hidden_layers": 1, "full_attention_interval": 1, "mtp_num_hidden_layers": 1}
+    target = Target(parse_target_config(raw), rngs=nnx.Rngs(0))
+    randomise(target, 1, std=0.05)
+    save_target(tmp_path, raw, target, mtp=random_mtp(target))
+    found = []
+    for mesh in (None, make_mesh(2)):
+        _, loaded = load_target(tmp_path, "float32", mesh, progress=False)
+        mtp = load_mtp(tmp_path, "float32", mesh, progress=False)
+        assert mtp is not None
+        programs = Programs(loaded, None, mesh, mtp)
+        state = programs.init(None, 1, 64, PAGE, mtp_steps=3)
+        state = programs.admit(state, 0, np.arange(4), 40, [-1])
+        prompt = cases.mtp_prompts()[1][:24].astype(np.int32)
+        state, _ = programs.prefill(state, 0, prompt, 24, True, SPEC)
+        tokens, pages = [], []
+        for _ in range(8):
+            state, (output, _) = programs.decode(state, 1, SPEC, 64)
+            tokens += output.tokens[0, : int(output.count[0])].tolist()
+            pages.append(np.asarray(state.cache.draft_kv))
+        found.append((tokens, np.stack(pages)))
+    (one, pages), (two, others) = found
+    assert one == two and len(set(one)) > 4
+    # Tokens are the target's whatever is drafted; behind them in the pages lies what the round's own draft left.
+    np.testing.assert_allclose(others, pages, atol=1e-4)
