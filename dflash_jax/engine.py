@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflash_jax.acceptance import greedy, reject_and_resample, sample
-from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
 from dflash_jax.memory_plan import MemoryPlanner, context_capacity, power_of_two
+from dflash_jax.mtp import MTP
 from dflash_jax.pages import PagePool
 from dflash_jax.programs import Programs
 from dflash_jax.request import Chunk, Completion, SamplingParams, TokenLogprob
@@ -81,12 +81,12 @@ def _token_logprobs(output: RoundOutput, slot: int, count: int, alternatives: in
 
 
 class Engine:
-    """Decodes prompts with one target and, optionally, one drafter.
+    """Decodes prompts with one target and, optionally, one drafter and the target's own MTP head.
 
     Build it with `dflash_jax.load`.
 
     Attributes:
-      target, drafter: the models.
+      target, drafter, mtp: the models.
       tokenizer: of the target's folder.
       max_model_len: longest prompt + generated text, in tokens.
       policy: the tree policy of method "ddtree"; assign another one to try it.
@@ -104,6 +104,7 @@ class Engine:
         prefill_chunk: int | None = None,
         implementation: Implementation = "auto",
         names: tuple[str, str | None] = ("target", None),
+        mtp: MTP | None = None,
         mesh: Mesh | None = None,
         memory: MemoryPlanner | None = None,
     ):
@@ -113,7 +114,7 @@ class Engine:
             raise UserError(
                 f"--max-model-len must be 1 to {limit} (the model's own limit), found {max_model_len}"
             )
-        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.target, self.drafter, self.mtp, self.tokenizer = target, drafter, mtp, tokenizer
         self.max_slots, self.page_size = max_slots, page_size
         self.device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         on_cpu = self.device.platform == "cpu"
@@ -122,19 +123,21 @@ class Engine:
         self.implementation: Implementation = implementation
         self.names = names
         self.policy: TreePolicy = SpineFirst()
-        self.programs = Programs(target, drafter, mesh)
+        self.programs = Programs(target, drafter, mesh, mtp)
         self._memory = memory
-        self._states: dict[tuple[int, int, bool], DecodeState] = {}
+        self._states: dict[Any, DecodeState] = {}
 
     # ---------------------------------------------------------------- requests
 
     def method_of(self, params: SamplingParams) -> str:
         """The method that a request will use ("auto" resolved), or `UserError` where it cannot be served."""
         if params.method == "auto":
-            return "ar" if self.drafter is None else "ddtree"
-        if params.method == "mtp":
-            raise UserError("--method mtp is not available in this version; use ar, dflash or ddtree")
-        if params.method != "ar" and self.drafter is None:
+            if self.drafter is not None:
+                return "ddtree"
+            return "ar" if self.mtp is None else "mtp"
+        if params.method == "mtp" and self.mtp is None:
+            raise UserError("--method mtp needs a checkpoint with its own draft head (mtp.* weights)")
+        if params.method in ("dflash", "ddtree") and self.drafter is None:
             raise UserError(f"--method {params.method} needs a drafter; give one with --draft-model")
         return params.method
 
@@ -144,6 +147,11 @@ class Engine:
         pages = capacity // self.page_size
         if method == "ar":
             return RoundSpec(0, context_pages=pages, implementation=self.implementation)
+        if method == "mtp":
+            steps = params.mtp_steps
+            return RoundSpec(
+                steps, steps + 1, SpineFirst(), context_pages=pages, implementation=self.implementation, mtp=True
+            )
         assert self.drafter is not None
         own = self.drafter.config.block_size
         block = params.block_size or own
@@ -245,13 +253,20 @@ class Engine:
         for spec, group in groups.items():
             yield from self._run_group(group, spec, capacity, burst)
 
-    def _state(self, slots: int, capacity: int, drafter: DrafterConfig | None) -> DecodeState:
+    def _state_key(self, slots: int, capacity: int, spec: RoundSpec) -> Any:
+        """What the shapes of a decode state depend on; a drafter's state serves all its trees."""
+        return slots, capacity, spec.mtp, spec.block_size if spec.mtp else spec.budget > 0
+
+    def _state(self, slots: int, capacity: int, spec: RoundSpec) -> DecodeState:
         """The decode state of this shape: fresh, or the one that the last run left (admission clears slots)."""
-        kept = self._states.pop((slots, capacity, drafter is not None), None)
+        kept = self._states.pop(self._state_key(slots, capacity, spec), None)
         if kept is not None:
             return kept
         self._states.clear()  # one set of caches at a time
-        return self.programs.init(drafter, slots, capacity, self.page_size)
+        drafter = self.drafter.config if self.drafter is not None and spec.budget and not spec.mtp else None
+        return self.programs.init(
+            drafter, slots, capacity, self.page_size, mtp_steps=spec.budget if spec.mtp else 0
+        )
 
     def _prefill(
         self, state: DecodeState, slot: int, request: _Running, spec: RoundSpec, needs: SamplingNeeds | None
@@ -288,12 +303,11 @@ class Engine:
         """Continuous batching over the slots, the host one burst behind the device."""
         needs = SamplingNeeds.of([r.params for r in group])
         spec = _sampling_spec(spec, needs, [r.params for r in group])
-        drafter = self.drafter.config if self.drafter is not None and spec.budget else None
         slots = power_of_two(min(len(group), self.max_slots))
         if self._memory is not None:
             slots = self._memory.fit(slots, capacity).slots
         compiled_before = self.programs.compile_seconds
-        state = self._state(slots, capacity, drafter)
+        state = self._state(slots, capacity, spec)
         sampling = None if needs is None else init_sampling(needs, slots, self.target.config.vocab_size)
         state = dataclasses.replace(state, sampling=self.programs.replicated(sampling))
         pool = PagePool(slots * (capacity // self.page_size), self.page_size)
@@ -346,7 +360,7 @@ class Engine:
                         yield request.index, self._chunk(request, update, spec, compiled_before)
                 if ended.any():
                     state = self.programs.release(state, ended)
-        self._states[(slots, capacity, drafter is not None)] = state
+        self._states[self._state_key(slots, capacity, spec)] = state
 
     def _chunk(self, request: _Running, update: StopUpdate, spec: RoundSpec, compiled_before: float) -> Chunk:
         if update.finish_reason is None:
@@ -382,7 +396,7 @@ class Engine:
             dtype=str(jnp.dtype(self.target.dtype)),
             kernels=self.programs.kernels(spec, _prefill_spec(spec)),
             model=self.names[0],
-            draft_model=self.names[1] if spec.budget else None,
+            draft_model=self.names[1] if spec.budget and not spec.mtp else None,
             seed=request.params.seed,
             logprobs=None if request.params.logprobs is None else request.logprobs[: len(ids)],
         )

@@ -118,7 +118,11 @@ def build_parser() -> argparse.ArgumentParser:
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument(
         "--method", choices=METHODS, default="auto",
-        help="ar: a token a pass; dflash: drafted chains; ddtree: trees (default: ddtree with a drafter, else ar)",
+        help="ar: a token a pass; mtp: chains of the checkpoint's own draft head; dflash: a drafter's chains; ddtree:"
+        " its trees (default: ddtree with a drafter, else mtp if the checkpoint has the head, else ar)",
+    )
+    decoding.add_argument(
+        "--mtp-steps", type=int, default=3, metavar="N", help="tokens the head drafts a round (default: 3)"
     )
     decoding.add_argument("--tree-budget", type=_budget, default="auto", metavar="N|auto", help="nodes of the tree")
     decoding.add_argument("--block-size", type=int, metavar="N", help="rows of a draft (default: the drafter's)")
@@ -155,7 +159,8 @@ def build_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument(
         "--compare", nargs="?", type=_methods, const=COMPARED, metavar="METHODS",
-        help=f"decode with each method, one prompt at a time, and print a table (default: {','.join(COMPARED)})",
+        help=f"decode with each method, one prompt at a time, and print a table (default: {','.join(COMPARED)},"
+        " and mtp where the checkpoint has the head)",
     )
     output.add_argument("--stream", action=switch, help="print text as it comes (default: one prompt on a terminal)")
     output.add_argument(
@@ -173,9 +178,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses, before a model is loaded, what no model can serve."""
-    for method in args.compare or (args.method,):
-        if method == "mtp":
-            raise UserError("--method mtp is not available in this version; use ar, dflash or ddtree")
     if args.compare and args.method != "auto":
         raise UserError(f"--method and --compare exclude each other; give the methods as --compare ar,{args.method}")
     if args.tp < 1:
@@ -207,6 +209,7 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         seed=args.seed,
         draft_sampling=args.draft_sampling,
         logprobs=args.logprobs,
+        mtp_steps=args.mtp_steps,
     )
 
 
@@ -345,7 +348,7 @@ def _generate(
                 print(_heading(i + 1, prompts[i]))
             print(completion.text, flush=True)
     if not args.json:
-        print(summary(completions, wall), flush=True, file=sys.stderr)
+        print(summary(completions, wall, auto=params.method == "auto"), flush=True, file=sys.stderr)
     return 0
 
 
@@ -361,7 +364,10 @@ def _compare(
     from dflash_jax.reporting import comparison_table, differences, measure
 
     trace = _trace(args.profile)
-    each = {method: dataclasses.replace(params, method=method) for method in args.compare}
+    methods = args.compare
+    if methods is COMPARED and engine.mtp is not None:
+        methods = ("ar", "mtp", *COMPARED[1:])
+    each = {method: dataclasses.replace(params, method=method) for method in methods}
     for one in each.values():
         engine.method_of(one)  # a method that needs a drafter is refused before the others have run
     results: dict[str, Sequence[Completion]] = {}
@@ -369,7 +375,7 @@ def _compare(
         progress.method = method
         results[method] = measure(engine, ids, one, trace)
         progress.stop()
-        if method == args.compare[0] and not args.json:
+        if method == methods[0] and not args.json:
             for i, (prompt, completion) in enumerate(zip(prompts, results[method], strict=True), 1):
                 print(f"{_heading(i, prompt)}\n{completion.text}\n", flush=True)
     lines = differences(results)
@@ -378,7 +384,7 @@ def _compare(
             for completion in completions:
                 _print_json(completion)
     else:
-        first = results[args.compare[0]]
+        first = results[methods[0]]
         print(comparison_table(results))
         tokens = sum(c.completion_tokens for c in first)
         what = f"{tokens} tokens, {first[0].device}, {first[0].dtype}"

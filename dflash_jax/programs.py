@@ -20,6 +20,7 @@ from dflash_jax import round as rounds
 from dflash_jax.cache import reset_slots
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import Drafter
+from dflash_jax.mtp import MTP
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
 from dflash_jax.sampling import SamplingState
 from dflash_jax.sharding import REPLICATED, named, parameter_specs, shard_program, state_specs
@@ -54,6 +55,7 @@ def admit_slot(
         stop_ids=state.stop_ids.at[slot].set(stop_ids),
         histogram=state.histogram.at[slot].set(0),
         sampling=jax.tree.map(lambda all_slots, own: all_slots.at[slot].set(own), state.sampling, sampling),
+        next_tokens=None if state.next_tokens is None else state.next_tokens.at[slot].set(0),
     )
     return state, None
 
@@ -86,9 +88,12 @@ class Programs:
       on_compile: called with a description before each compilation.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, mesh: Mesh | None = None):
+    def __init__(
+        self, target: Target, drafter: Drafter | None, mesh: Mesh | None = None, mtp: MTP | None = None
+    ):
         self._target_def, self._target = nnx.split(target)
-        self._drafter_def, self._drafter = nnx.split(drafter) if drafter is not None else (None, None)
+        models = {False: drafter, True: mtp}  # by RoundSpec.mtp
+        self._drafters = {own: nnx.split(model) for own, model in models.items() if model is not None}
         self._mesh = mesh
         self._config, self._dtype = target.config, target.dtype
         self.compiled: dict[Any, Any] = {}
@@ -96,12 +101,13 @@ class Programs:
         self.compile_seconds = 0.0
         self.on_compile: Callable[[str], None] = lambda name: None
 
-    def _models(self, target: Any, drafter: Any) -> tuple[Target, Drafter | None]:
-        merged = None
-        if drafter is not None:
-            assert self._drafter_def is not None
-            merged = nnx.merge(self._drafter_def, drafter)
+    def _models(self, target: Any, drafter: Any, spec: RoundSpec) -> tuple[Target, Drafter | MTP | None]:
+        merged = None if drafter is None else nnx.merge(self._drafters[spec.mtp][0], drafter)
         return nnx.merge(self._target_def, target), merged
+
+    def _drafter_of(self, spec: RoundSpec) -> Any:
+        """Weights of what drafts in this round; None for none."""
+        return self._drafters[spec.mtp][1] if spec.budget else None
 
     def _get(
         self,
@@ -135,13 +141,15 @@ class Programs:
             self.compile_seconds += time.perf_counter() - start
         return self.compiled[key]
 
-    def init(self, drafter: DrafterConfig | None, slots: int, capacity: int, page_size: int) -> DecodeState:
+    def init(
+        self, drafter: DrafterConfig | None, slots: int, capacity: int, page_size: int, *, mtp_steps: int = 0
+    ) -> DecodeState:
         """See `round.init_state`; every device makes its own part."""
         config, dtype = self._config, self._dtype
 
         def make() -> DecodeState:
             return rounds.init_state(
-                config, drafter, slots=slots, capacity=capacity, page_size=page_size, dtype=dtype
+                config, drafter, slots=slots, capacity=capacity, page_size=page_size, dtype=dtype, mtp_steps=mtp_steps
             )
 
         if self._mesh is None:
@@ -170,10 +178,10 @@ class Programs:
         """Up to `max_rounds` rounds on the device; also returns a copy of the histogram that outlives the state."""
 
         def run(target: Any, drafter: Any, state: DecodeState, max_rounds: Array) -> Any:
-            state, output = rounds.decode(*self._models(target, drafter), state, max_rounds, spec, buffer)
+            state, output = rounds.decode(*self._models(target, drafter, spec), state, max_rounds, spec, buffer)
             return state, (output, jnp.copy(state.histogram))
 
-        drafter = self._drafter if spec.budget else None
+        drafter = self._drafter_of(spec)
         arguments = (self._target, drafter, state, np.asarray(max_rounds, np.int32))
         rows = state.anchor.shape[0] * (spec.budget + 1)
         program = self._get((spec, buffer), "decode", run, arguments, 2, rows)
@@ -201,10 +209,10 @@ class Programs:
             count: Array,
             last: Array,
         ) -> Any:
-            models = self._models(target, drafter)
+            models = self._models(target, drafter, spec)
             return rounds.prefill(*models, state, slots, tokens, count, last, spec)
 
-        drafter = self._drafter if spec.budget else None
+        drafter = self._drafter_of(spec)
         arguments = (
             self._target,
             drafter,

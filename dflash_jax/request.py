@@ -15,6 +15,7 @@ MAX_TREE_BUDGET = 1023
 MAX_LOGPROBS = 20
 # Below it the logits over the temperature leave fp32's range of exact comparison; greedy is what is meant.
 MIN_TEMPERATURE = 1e-3
+MAX_MTP_STEPS = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +34,11 @@ class SamplingParams:
       logit_bias: (token id, what to add to its logit); the penalties, and this, apply to greedy decoding too.
       stop: strings that end the text (not part of it).
       ignore_eos: go on past the model's end tokens, up to max_new_tokens.
-      method: "ar" one token a pass, "dflash" the drafter's chain, "ddtree" its tree; "auto" takes ddtree with a
-        drafter and ar without one.
+      method: "ar" one token a pass, "mtp" chains of the checkpoint's own head, "dflash" the drafter's chain, "ddtree"
+        its tree; "auto" takes ddtree with a drafter, mtp without one where the checkpoint has the head, and else ar.
       tree_budget: nodes of the tree besides the anchor (ddtree only), or "auto".
       block_size: rows of the drafter's block, at most the drafter's own; None for the drafter's own.
+      mtp_steps: tokens that the head drafts a round (mtp only).
       seed: of the noise, 0 to 2**64 - 1. Equal seeds give equal tokens for equal prompts, alone or in any batch.
       draft_sampling: whether the chain of method "dflash" is the drafter's best tokens ("greedy") or drawn from its
         marginals and accepted by rejection sampling ("probabilistic": same distribution, other tokens for a seed).
@@ -60,6 +62,7 @@ class SamplingParams:
     seed: int = 0
     draft_sampling: DraftSampling = "greedy"
     logprobs: int | None = None
+    mtp_steps: int = 3
 
     def __post_init__(self) -> None:
         """Raises `UserError` for a value no request can have."""
@@ -75,6 +78,8 @@ class SamplingParams:
             raise UserError(
                 f"--block-size must be at least 2 (anchor and one draft), found {self.block_size}"
             )
+        if not 1 <= self.mtp_steps <= MAX_MTP_STEPS:
+            raise UserError(f"--mtp-steps must be 1 to {MAX_MTP_STEPS}, found {self.mtp_steps}")
         if isinstance(self.stop, str) or "" in self.stop:
             raise UserError("--stop takes non-empty strings")
 
@@ -138,7 +143,7 @@ class Completion:
       rounds: target passes after prefill.
       mean_accepted_length: τ, tokens emitted per round (bonus included); 0 where there was no round.
       accepted_length_histogram: entry n is the number of rounds that emitted n tokens.
-      tree_budget: nodes besides the anchor; 0 for ar.
+      tree_budget: nodes besides the anchor (mtp: its steps); 0 for ar.
       prefill_seconds: from admission to the first token; decode_seconds: from there to the last.
       compile_seconds: spent on compiling programs for the call that this request was part of.
       tokens_per_second: tokens after the first, over decode_seconds.

@@ -20,6 +20,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.drafter import Drafter
 from dflash_jax.loading import BUNDLED_DRAFTER, BUNDLED_TARGET
+from dflash_jax.mtp import MTP
 from dflash_jax.target import Target
 
 VOCAB = 96
@@ -85,6 +86,13 @@ def random_drafter(target: Target, seed: int = 1, **changes: object) -> Drafter:
     drafter = Drafter(drafter_config(target.config, **changes), rngs=nnx.Rngs(0))
     randomise(drafter, seed)
     return drafter
+
+
+def random_mtp(target: Target, seed: int = 2) -> MTP:
+    """A multi-token-prediction head for it in fp32."""
+    mtp = MTP(target.config, rngs=nnx.Rngs(0))
+    randomise(mtp, seed)
+    return mtp
 
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")

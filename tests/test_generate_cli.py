@@ -105,6 +105,7 @@ def test_stream_prints_the_text_in_pieces(cli, engine, story, monkeypatch):
     assert status == 0 and out.getvalue() == story.text + "\n"
     assert [p for p in pieces if p][:-1] == [c.text for c in chunks if c.text]
     assert err.count("\n") == 1 and f"{TOKENS} tokens" in err and "τ" in err
+    assert "chosen by auto: there is a drafter" in err
 
 
 @pytest.mark.parametrize("method", ["ar", "ddtree"])
@@ -161,18 +162,20 @@ def test_chat_is_the_default_and_takes_a_system_message(cli, engine):
     assert system > chat
 
 
-def test_compare_prints_a_table_and_that_all_agree(cli, prompt_file, story):
+def test_compare_prints_a_table_and_that_all_agree(cli, engine, prompt_file, story):
     status, out, err = cli("--compare", "--prompt-file", prompt_file, "--max-new-tokens", TOKENS)
     assert (status, err) == (0, "")
     assert out.count(story.text) == 1 and "--- prompt 2: Write simple steps" in out
     lines = out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("method"))
-    table = {row.split()[0]: row.split()[1:] for row in lines[start + 1 : start + 4]}
-    assert list(table) == ["ar", "dflash", "ddtree"]
+    methods = ["ar", *(["mtp"] if engine.mtp is not None else []), "dflash", "ddtree"]
+    end = start + 1 + len(methods)
+    table = {row.split()[0]: row.split()[1:] for row in lines[start + 1 : end]}
+    assert list(table) == methods
     assert int(table["ar"][0]) == 2 * (TOKENS - 1) and float(table["ar"][1]) == float(table["ar"][3]) == 1.0
     assert int(table["ar"][0]) > int(table["dflash"][0]) >= int(table["ddtree"][0])
     assert float(table["dflash"][1]) > 1.5
-    assert lines[start + 4].startswith("identical tokens")
+    assert lines[end].startswith("identical tokens")
 
 
 def test_sampling_flags_reach_the_request_and_logprobs_are_printed(cli, engine, story):
@@ -324,7 +327,7 @@ def test_a_damaged_compile_cache_costs_only_time(tmp_path, capsys):
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "a", "--model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
         (["--prompt", "a", "--draft-model", "./nowhere"], "./nowhere: no such folder"),
-        (["--prompt", "a", "--method", "mtp"], "--method mtp"),
+        (["--prompt", "a", "--method", "mtp", "--mtp-steps", "0"], "--mtp-steps"),
         (["--prompt", "a", "--method", "fast"], "--method"),
         (["--prompt", "a", "--compare", "ar,fast"], "'fast'"),
         (["--prompt", "a", "--compare", "--method", "ar"], "--compare"),
