@@ -10,7 +10,7 @@ import collections
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -201,20 +201,22 @@ class SafetensorsSource:
     def _parts(self, name: str, leaf: jax.ShapeDtypeStruct) -> dict["_Span", np.ndarray]:
         """Copies of the parts of a tensor that this process' devices take, each once."""
         view = self._view(name, leaf.shape)
-        whole = (slice(None),) * len(leaf.shape)
-        indices = [whole]
+        indices: Iterable[tuple[slice, ...] | None] = [None]
         if leaf.sharding is not None:
             indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        spans = {_span(index, leaf.shape): index for index in indices}
         # np.array copies: an array on a CPU device may otherwise keep using the mapped file, which can change.
-        return {span: np.array(view[index], dtype=leaf.dtype, order="C") for span, index in spans.items()}
+        return {
+            span: np.array(view[tuple(slice(*ends) for ends in span)], dtype=leaf.dtype, order="C")
+            for span in {_span(index, leaf.shape) for index in indices}
+        }
 
 
 # Where a part lies in its tensor: start and end along each axis.
 _Span = tuple[tuple[int, int], ...]
 
 
-def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Span:
+def _span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Span:
+    index = index or (slice(None),) * len(shape)
     return tuple(axis.indices(length)[:2] for axis, length in zip(index, shape, strict=True))
 
 
