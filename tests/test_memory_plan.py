@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -133,3 +134,8 @@ def test_the_fullest_device_of_this_process_counts():
 def test_capacity_is_whole_pages():
     assert [context_capacity(n, 64) for n in (1, 512, 513)] == [512, 512, 1024]
     assert context_capacity(1, 96) == 576
+
+
+def test_the_documented_plan_is_the_planned_one():
+    page = Path(__file__).parents[1] / "docs" / "architecture.md"
+    assert f"```text\n{LARGE.plan(1, 32_768)}\n```" in page.read_text()
