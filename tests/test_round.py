@@ -200,7 +200,8 @@ def test_draft_writes_accepted_rows_only() -> None:
     )  # fmt: skip
     idle, _ = draft(model, drafter, dataclasses.replace(state, active=jnp.zeros((2,), bool)), RoundSpec(7, 8))
     assert np.isnan(np.asarray(idle)).all()  # taps of a slot that has ended are nobody's context
-    pages, log_probs = draft(model, drafter, state, RoundSpec(7, 8))
+    pages, logits = draft(model, drafter, state, RoundSpec(7, 8))
+    log_probs = jax.nn.log_softmax(logits)
     written = np.isfinite(np.asarray(pages)).all(axis=(0, 3, 4, 5))
     expected = np.zeros((PAGES, PAGE), bool)
     expected[1, 14:16] = expected[3, 0] = True  # positions 14, 15, 16 of slot 0
