@@ -70,8 +70,10 @@ class MemoryPlan:
         rows += [("workspace (estimate)", self.workspace), ("total", self.total)]
         where = "a device" if self.devices == 1 else f"each of {self.devices} devices"
         title = f"memory of {where}, {self.slots} slot(s) of {self.tokens:,} tokens"
-        free = [] if self.limit is None else [f"  {'available':22s}{self.limit / GB:8.2f} GB"]
-        return "\n".join([title, *(f"  {name:22s}{size / GB:8.2f} GB" for name, size in rows), *free])
+        if self.limit is not None:
+            rows.append(("available", self.limit))
+        unit, scale = ("GB", GB) if self.total >= GB else ("MB", GB / 1000)
+        return "\n".join([title, *(f"  {name:22s}{size / scale:8.2f} {unit}" for name, size in rows)])
 
     def arithmetic(self) -> str:
         """The sum on one line."""
@@ -181,9 +183,7 @@ class MemoryPlanner:
 
     def plan(self, slots: int, tokens: int) -> MemoryPlan:
         """What `slots` slots need, each with the capacity for a request of `tokens` tokens."""
-        tokens = context_capacity(tokens, self.page_size)
-        caches, workspace = self.caches(slots, tokens), self.workspace(slots)
-        return MemoryPlan(self.shards, self.weights, slots, tokens, caches, workspace, self.limit)
+        return _plan(self, slots, context_capacity(tokens, self.page_size))
 
     def fit(self, slots: int, tokens: int) -> MemoryPlan:
         """The plan with as many of the slots (a power of two, as the engine makes them) as there is memory for.
@@ -207,6 +207,12 @@ class MemoryPlanner:
             tokens = power_of_two(tokens) // 2
         self.fit(1, tokens)
         return tokens
+
+
+@functools.cache  # an engine asks before every call
+def _plan(planner: MemoryPlanner, slots: int, tokens: int) -> MemoryPlan:
+    caches, workspace = planner.caches(slots, tokens), planner.workspace(slots)
+    return MemoryPlan(planner.shards, planner.weights, slots, tokens, caches, workspace, planner.limit)
 
 
 def _parameter_bytes(module: nnx.Module) -> int:

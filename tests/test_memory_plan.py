@@ -99,7 +99,7 @@ def test_load_plans_before_it_reads_weights(monkeypatch, capsys):
     assert "the model's 2,048 tokens do not fit in device memory; --max-model-len is 1024" in err
     assert "1 of 8 slots fit in device memory at 1,024 tokens each" in err
     assert "memory of a device, 1 slot(s) of 1,024 tokens" in err
-    assert f"available{half / 1e9:21.2f} GB" in err
+    assert f"available{half / 1e6:21.2f} MB" in err
 
     slots = []
     monkeypatch.setattr(engine.programs, "init", lambda drafter, count, *rest: slots.append(count) or 1 / 0)
