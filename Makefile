@@ -3,20 +3,21 @@
 #   make demo                the bundled pair answers a prompt with every method, on the CPU
 #   make demo EXTRA=cuda12   the same on an NVIDIA GPU (or cuda13; see "One environment" below)
 #   make test                lint, then the test suite
+#   make gate                every kernel compiles for an RTX A6000 and an A100, neither of which need be there
 #   make lint                ruff and the type checker
 #   make format              ruff's formatter and its safe fixes
-#   make env                 only the set-up of `make test`
+#   make env                 only the set-up of `make test`; make aot-env that of `make gate`
 #   make lock                pin newer versions (needs uv): make lock ARGS=--upgrade
-#   make clean               the environment and every cache in this checkout
+#   make clean               the environments and every cache in this checkout
 #
-# Variables: VENV (folder of the environment), PYTHON (interpreter to make it with), JOBS (test processes),
-# ARGS (more arguments for generate, pytest or the lock script).
+# Variables: VENV (folder of the environment; $(VENV)-aot is that of the gate), PYTHON (interpreter to make it with),
+# JOBS (test processes), ARGS (more arguments for generate, pytest, the gate or the lock script).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
-.PHONY: demo test lint format env lock clean
+.PHONY: demo test gate lint format env aot-env lock clean
 
 EXTRA ?= cpu
 VENV ?= .venv
@@ -25,6 +26,7 @@ PROMPT ?= Tell me about owls
 ARGS ?=
 
 BIN := $(VENV)/bin
+AOT := $(VENV)-aot
 STARTED := $(shell date +%s)
 took = echo "make $@: $$(($$(date +%s) - $(STARTED))) s in all, set-up included"
 
@@ -45,19 +47,32 @@ $(VENV)/.lock-%: locks/%.txt pyproject.toml tools/setup_env.sh $(wildcard */__in
 	@PYTHON="$(PYTHON)" tools/setup_env.sh $(VENV) $<
 	@touch $@
 
+# An environment of its own: with the CUDA plug-in and no GPU, JAX complains in every other program.
+$(AOT)/.lock-aot: locks/aot.txt pyproject.toml tools/setup_env.sh $(wildcard */__init__.py)
+	@PYTHON="$(PYTHON)" tools/setup_env.sh $(AOT) $<
+	@touch $@
+
 demo: $(RUNTIME)
 	@$(BIN)/python -m dflash_jax.generate --compare --prompt "$(PROMPT)" $(ARGS)
 	@$(took)
 
 env: $(VENV)/.lock-dev $(if $(filter-out cpu,$(EXTRA)),$(RUNTIME))
 
+aot-env: $(AOT)/.lock-aot
+
 lint: $(VENV)/.lock-dev
 	@$(BIN)/ruff check
 	@$(BIN)/pyrefly check
 
 # loadfile: the tests of one file share compiled functions and fixtures, so they stay in one process.
-test: env lint
-	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+test: env aot-env lint
+	@AOT_PYTHON=$(AOT)/bin/python $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	@$(took)
+
+# One line a device for each check: the kernels, and in time the whole sharded programs.
+gate: aot-env
+	@$(AOT)/bin/python -m pallas_kernels.aot --device a6000 $(ARGS)
+	@$(AOT)/bin/python -m pallas_kernels.aot --device a100 $(ARGS)
 	@$(took)
 
 format: $(VENV)/.lock-dev
@@ -68,5 +83,5 @@ lock:
 	@tools/lock.sh $(ARGS)
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(AOT) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,10 +15,13 @@ import numpy as np
 
 from dflash_jax.tree import ancestor_index
 from pallas_kernels import gdn_mixer, gdn_scan
+from pallas_kernels.dispatch import target_device
 from pallas_kernels.gdn_mixer import kernel as mixer_kernel
+from pallas_kernels.gdn_mixer import reference as mixer_reference
 from pallas_kernels.gdn_mixer.configs import Config as MixerConfig
-from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, tree_kernel
-from pallas_kernels.gdn_scan.configs import ChunkConfig, CommitConfig, TreeConfig
+from pallas_kernels.gdn_mixer.configs import front_config
+from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, step_kernel, tree_kernel
+from pallas_kernels.gdn_scan.configs import ChunkConfig, CommitConfig, StepConfig, TreeConfig
 from pallas_kernels.gdn_scan.shapes import (
     CONV_WIDTH,
     MODELS,
@@ -199,7 +202,10 @@ class Layer:
 
         def build(key: jax.Array) -> Operands:
             first, second = jax.random.split(key)
-            return (*self._rows(first, rows), self._states(second), jnp.asarray(ancestors))
+            q, k, v, beta, g = self._rows(first, rows)
+            # Values in fp32, so that a call's innovations can be the next one's without a conversion between.
+            v = v.astype(jnp.float32) if rows == 1 else v
+            return q, k, v, beta, g, self._states(second), jnp.asarray(ancestors)
 
         def call(operands: Operands, layer: Any, implementation: Any, config: Any) -> Operands:
             q, k, v, beta, g, states, mask = operands
@@ -208,6 +214,8 @@ class Layer:
                     q, k, v, beta, g, states, mask, layer=layer, implementation=implementation
                 )
             place = jnp.array([layer], jnp.int32)
+            if rows == 1:
+                return step_kernel.step_delta_rule(q, k, v, beta, g, states, place, config=config)
             return tree_kernel.tree_delta_rule(q, k, v, beta, g, states, place, mask, config=config)
 
         dot = "bf16x2" if self.width == 2 else "bf16x3"
@@ -220,16 +228,20 @@ class Layer:
             )
             for two in ((False, True) if padded > 16 else (False,))
         )  # fmt: skip
+        if rows == 1:
+            configs = tuple(StepConfig(dv, warps) for dv in (16, 32, 64, 128) for warps in (1, 2, 4, 8))
         results = rows * h.value_heads * (2 * h.dim + 1) * 4
         flops = (
             4 * rows * h.dim**2 * h.value_heads * p.mixed
             + 2 * rows**2 * h.dim * (h.key_heads * p.model + h.value_heads * p.full)
         )  # fmt: skip
-        # Path sums as the next strengths: the sums do not depend on the strengths, so nothing grows.
+        # Path sums as the next strengths: the sums do not depend on the strengths, so nothing grows. One row's path sum
+        # is its own g, so there innovations are the next values.
         return Case(
             op="tree_delta_rule", name=f"tree_delta_rule/{self.name}/{rows}", build=build, call=call,
-            chain=((2, 3),), nudged=(0, 1, 2, 4), layers=h.layers,
-            moved=self.state_bytes + self._row_bytes(rows) + rows**2 + results, flops=flops, configs=configs,
+            chain=((1, 2),) if rows == 1 else ((2, 3),), nudged=(0, 1, 4) if rows == 1 else (0, 1, 2, 4),
+            layers=h.layers, moved=self.state_bytes + self._row_bytes(rows) + rows**2 + results, flops=flops,
+            configs=configs,
             counterpart=("tree", h, rows, ancestors),
         )  # fmt: skip
 
@@ -325,9 +337,12 @@ class Layer:
         options = {"key_heads": h.key_heads, "key_dim": h.dim}
 
         def call(operands: Operands, layer: Any, implementation: Any, config: Any) -> Operands:
-            if config is None:
-                return gdn_mixer.gdn_front(*operands, **options, implementation=implementation)
-            return mixer_kernel.gdn_front(*operands, **options, config=config)
+            if implementation == "xla":
+                return mixer_reference.gdn_front(*operands, **options)
+            inputs, window, *others = operands
+            launch = config or front_config(target_device().device_kind, rows)
+            first = jnp.zeros((1,), jnp.int32)
+            return mixer_kernel.gdn_front(first, inputs, window[None], *others, **options, config=launch)
 
         gates = rows * h.value_heads * (4 + self.width + 8)
         return Case(
@@ -344,12 +359,15 @@ class Layer:
 
         def build(key: jax.Array) -> Operands:
             x, z = jax.random.split(key)
-            return jax.random.normal(x, shape), jax.random.normal(z, shape, self.dtype), jnp.ones((h.dim,))
+            gates = jax.random.normal(z, (1, rows, h.value_heads * h.dim), self.dtype)
+            return jax.random.normal(x, shape), gates, jnp.ones((h.dim,))
 
         def call(operands: Operands, layer: Any, implementation: Any, config: Any) -> Operands:
             if config is None:
-                return (gdn_mixer.gated_norm(*operands, eps=NORM_EPS, implementation=implementation),)
-            return (mixer_kernel.gated_norm(*operands, eps=NORM_EPS, config=config),)
+                normed = gdn_mixer.gated_norm(*operands, eps=NORM_EPS, implementation=implementation)
+            else:
+                normed = mixer_kernel.gated_norm(*operands, eps=NORM_EPS, config=config)
+            return (normed.reshape(operands[1].shape),)
 
         return Case(
             op="gated_norm", name=f"gated_norm/{self.name}/{rows}", build=build, call=call, chain=((0, 1),),

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from dflash_jax.config import FULL, DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
-from dflash_jax.target import DecoderLayer, Target
+from dflash_jax.mtp import MTP
+from dflash_jax.target import Target
 
 Shape = tuple[int, ...]
 # Names with shapes. Pairs, not a mapping, where one name may come twice (two shards that hold the same tensor).
@@ -77,6 +78,11 @@ def abstract_drafter_module(config: DrafterConfig, dtype: DTypeLike, shards: int
     return nnx.eval_shape(lambda: Drafter(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0), shards=shards))
 
 
+def abstract_mtp_module(config: TargetConfig, dtype: DTypeLike, shards: int = 1) -> MTP:
+    """An `MTP` whose parameters are `jax.ShapeDtypeStruct`s; takes no memory."""
+    return nnx.eval_shape(lambda: MTP(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0), shards=shards))
+
+
 def abstract_target(config: TargetConfig, dtype: DTypeLike) -> Abstract:
     """The target's parameters by name (no prefix), [out, in] as checkpoints hold them.
 
@@ -93,23 +99,12 @@ def abstract_drafter(config: DrafterConfig, dtype: DTypeLike) -> Abstract:
 def abstract_mtp(config: TargetConfig, dtype: DTypeLike) -> Abstract:
     """Tensors of the multi-token-prediction head (`mtp.…`); empty where the config has no such head.
 
-    One full-attention decoder layer of the target per `mtp_num_hidden_layers`, between a projection of
-    [embedding | hidden] and a norm; embedding and head are the target's.
+    One full-attention decoder layer of the target between a projection of [embedding | hidden] and a norm; embedding
+    and head are the target's.
     """
     if not config.mtp_num_layers:
         return {}
-    width = config.hidden_size
-    shapes = {"fc.weight": (width, 2 * width)}
-    shapes |= {f"{name}.weight": (width,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
-    found = {
-        MTP_PREFIX + name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()
-    }
-    layer = module_shapes(
-        nnx.eval_shape(lambda: DecoderLayer(config, FULL, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
-    )
-    for index in range(config.mtp_num_layers):
-        found |= {f"{MTP_PREFIX}layers.{index}.{name}": leaf for name, leaf in layer.items()}
-    return found
+    return {MTP_PREFIX + name: leaf for name, leaf in module_shapes(abstract_mtp_module(config, dtype)).items()}
 
 
 def some(names: Iterable[str], shown: int = NAMES_SHOWN) -> str:

@@ -10,10 +10,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from convert.keymap import (
+    MTP_PREFIX,
     Abstract,
     KeyMap,
     abstract_drafter_module,
     abstract_mtp,
+    abstract_mtp_module,
     abstract_target_module,
     match_drafter,
     match_target,
@@ -33,6 +35,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
+from dflash_jax.mtp import MTP
 from dflash_jax.sharding import check_divides, parameter_spec, row_order
 from dflash_jax.target import Target
 
@@ -217,15 +220,19 @@ def load_drafter(
 def load_mtp(
     folder: str | Path,
     dtype: jax.typing.DTypeLike,
-    sharding: Sharding = None,
+    sharding: Sharding | Mesh = None,
     *,
     progress: bool | None = None,
-) -> dict[str, jax.Array]:
-    """The multi-token-prediction head of a target's folder, `mtp.…` -> array; empty where it has none."""
+) -> MTP | None:
+    """The multi-token-prediction head of a target's folder; None where it has none. Arguments as in `load_target`."""
     folder = Path(folder)
     config = read_target_config(folder)
     source = open_source(folder)
     keys = match_target(config, shapes_of(source), str(folder))
-    return read_tensors(
-        source, keys.mtp, abstract_mtp(config, jnp.dtype(dtype)), sharding, progress, "mtp head"
-    )
+    if not keys.mtp:
+        return None
+    mesh, sharding = _on_mesh(sharding)
+    module = abstract_mtp_module(config, jnp.dtype(dtype), 1 if mesh is None else mesh.size)
+    values = read_tensors(source, keys.mtp, abstract_mtp(config, jnp.dtype(dtype)), sharding, progress, "mtp head")
+    fill(module, {name.removeprefix(MTP_PREFIX): array for name, array in values.items()})
+    return module

@@ -16,6 +16,7 @@ from convert.safetensors_source import INDEX, SINGLE
 from dflash_jax.config import parse_drafter_config, parse_target_config
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
+from dflash_jax.mtp import MTP
 from dflash_jax.target import Target
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -34,7 +35,7 @@ def save_target(
     module: Target,
     *,
     dtype: jax.typing.DTypeLike | None = None,
-    mtp: dict[str, jax.Array] | None = None,
+    mtp: MTP | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes config.json and the weights of a target (`model.…`, `lm_head.weight`, `mtp.…`).
@@ -50,9 +51,9 @@ def save_target(
     Raises:
       UserError: config and module do not fit.
     """
-    arrays = {tensor_name(name): leaf.get_value() for name, leaf in module_names(module).items()} | (
-        mtp or {}
-    )
+    arrays = {tensor_name(name): leaf.get_value() for name, leaf in module_names(module).items()}
+    if mtp is not None:
+        arrays |= {MTP_PREFIX + name: leaf.get_value() for name, leaf in module_names(mtp).items()}
     source = str(Path(folder) / "config.json")
     match_target(
         parse_target_config(config, source=source), {name: a.shape for name, a in arrays.items()}, source

@@ -25,7 +25,7 @@ class Cache:
       kv: target keys and values, one page pool a layer: [attention layers, pages, tokens a page, 2, kv heads, dim].
       recurrent: Gated DeltaNet states, always fp32: [linear layers, slots, value heads, dk, dv].
       conv: the last K-1 raw inputs of every causal convolution: [linear layers, slots, K-1, channels].
-      draft_kv: the drafter's context keys and values, laid out as `kv`; None without a drafter.
+      draft_kv: context keys and values of the drafter or of the MTP head, laid out as `kv`; None without one.
     """
 
     kv: Float[Array, "La P S 2 K d"]
@@ -79,15 +79,19 @@ def init_cache(
     pages: int,
     page_size: int,
     dtype: jax.typing.DTypeLike,
+    mtp: bool = False,
 ) -> Cache:
-    """Empty caches for `slots` requests sharing `pages` pages of `page_size` tokens."""
+    """Empty caches for `slots` requests sharing `pages` pages of `page_size` tokens.
+
+    With `mtp` the draft KV is that of the target's own head, one layer of the target's shapes.
+    """
     linear = len(target.linear_layers)
     states = (target.linear_num_value_heads, target.linear_key_head_dim, target.linear_value_head_dim)
     window = max(target.linear_conv_kernel_dim - 1, 0)
     draft_kv = None
-    if drafter is not None:
-        shape = (drafter.num_layers, pages, page_size, 2, drafter.num_kv_heads, drafter.head_dim)
-        draft_kv = jnp.zeros(shape, dtype)
+    if drafter is not None or mtp:
+        layers, of = (drafter.num_layers, drafter) if drafter is not None else (1, target)
+        draft_kv = jnp.zeros((layers, pages, page_size, 2, of.num_kv_heads, of.head_dim), dtype)
     return Cache(
         kv=jnp.zeros(
             (len(target.attention_layers), pages, page_size, 2, target.num_kv_heads, target.head_dim), dtype

@@ -253,6 +253,7 @@ def parse_target_config(
     hybrid = model_type in HYBRID_TYPES
     fields.refuse_unless("hidden_act", ("silu",))
     fields.refuse_unless("attention_bias", (False, None))
+    fields.refuse_unless("mtp_num_hidden_layers", (0, 1, None))
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers")
     head_dim = fields.integer("head_dim", 256 if hybrid else max(hidden // heads, 1))

@@ -13,7 +13,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.layers import Linear, project
+from dflash_jax.layers import Linear, project_joined
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gdn_mixer import gated_norm, gdn_front
 from pallas_kernels.gdn_mixer.reference import convolve, l2norm
@@ -50,13 +50,18 @@ class GatedNorm(nnx.Module):
         self.eps = eps
 
     def __call__(
-        self, x: Float[Array, "... d"], z: Float[Array, "... d"], *, implementation: Implementation = "xla"
-    ) -> Float[Array, "... d"]:
-        """Norms x over its last axis and gates it; fp32 inside, z's dtype outside.
+        self,
+        x: Float[Array, "*R H d"],
+        z: Float[Array, "*R Z"],
+        *,
+        start: int = 0,
+        implementation: Implementation = "xla",
+    ) -> Float[Array, "*R H d"]:
+        """Norms every head and gates it by the columns of z from `start` on; fp32 inside, z's dtype outside.
 
         XLA unless asked: training calls this module by itself, and the kernel has no gradient.
         """
-        return gated_norm(x, z, self.weight[...], eps=self.eps, implementation=implementation)
+        return gated_norm(x, z, self.weight[...], eps=self.eps, start=start, implementation=implementation)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -115,7 +120,7 @@ class GatedDeltaNet(nnx.Module):
         ancestors: Bool[Array, "B N N"] | None,
         conv_taps: Int[Array, "B N W"] | None,
         state: Float[Array, "B Hv dk dv"] | Float[Array, "L B Hv dk dv"],
-        window: Float[Array, "B W C"],
+        window: Float[Array, "B W C"] | Float[Array, "L B W C"],
         *,
         layer: int | None = None,
         precise: bool = True,
@@ -128,23 +133,22 @@ class GatedDeltaNet(nnx.Module):
           valid: padding rows are False; they leave the state untouched.
           ancestors: ancestor-or-self mask of tree rows, or None for causal rows.
           conv_taps: see `convolve`; None exactly when `ancestors` is.
-          state, window: this layer's committed state and raw inputs; or the states of all layers with `layer` naming
-            this one, which spares tree rows a copy of the state.
+          state, window: this layer's committed state and raw inputs; or those of all layers with `layer` naming this
+            one, which spares kernels a copy of either.
           layer: see `state`.
           precise: see `chunk_delta_rule`.
         """
         batch, rows = x.shape[:2]
         # Before the projections, so that padding reaches neither the convolution nor the state.
         x = jnp.where(valid[..., None], x, 0)
-        inputs, z, b, a = project(self, "in_proj", x)
-        z = z.reshape(batch, rows, self.value_heads, self.value_dim)
+        projected = project_joined(self, "in_proj", x)
+        channels = self.conv1d.weight.shape[0]
         q, k, v, strength, decay = gdn_front(
-            inputs, window, conv_taps, self.conv1d.weight[...], b, a,
-            self.A_log[...], self.dt_bias[...], valid,
-            key_heads=self.key_heads, key_dim=self.key_dim, implementation=implementation,
-        )
+            projected, window, conv_taps, self.conv1d.weight[...], self.A_log[...], self.dt_bias[...], valid,
+            key_heads=self.key_heads, key_dim=self.key_dim, layer=layer, implementation=implementation,
+        )  # fmt: skip
 
-        update = DeltaNetUpdate(conv_inputs=inputs)
+        update = DeltaNetUpdate(conv_inputs=projected[..., :channels])
         if ancestors is None:
             own = state if layer is None else state[layer]
             out, final = chunk_delta_rule(
@@ -156,5 +160,5 @@ class GatedDeltaNet(nnx.Module):
                 q, k, v, strength, decay, state, ancestors, layer=layer, implementation=implementation
             )
             update = dataclasses.replace(update, keys=k, innovations=fresh, path_decay=total)
-        mixed = self.norm(out, z, implementation=implementation).reshape(batch, rows, -1)
+        mixed = self.norm(out, projected, start=channels, implementation=implementation).reshape(batch, rows, -1)
         return self.out_proj(mixed), update

@@ -122,10 +122,11 @@ class Drafter(nnx.Module):
         cos, sin = rope_tables(self.config.rope, positions)
         masks = self.block_masks(batch, rows)
         x = embeddings
+        normed = self.layers[0].input_layernorm(x)
         for index, layer in enumerate(self.layers):
             with jax.named_scope("draft_layer"):
                 mixed, _ = layer.self_attn(
-                    layer.input_layernorm(x),
+                    normed,
                     cos,
                     sin,
                     masks[index],
@@ -137,6 +138,7 @@ class Drafter(nnx.Module):
                     positions=positions,
                     implementation=implementation,
                 )
-                x = x + mixed
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x)
+                x, normed = layer.post_attention_layernorm.add(x, mixed, implementation)
+                after = self.layers[index + 1].input_layernorm if index + 1 < len(self.layers) else self.norm
+                x, normed = after.add(x, layer.mlp(normed), implementation)
+        return normed

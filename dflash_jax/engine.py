@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dflash_jax.acceptance import greedy
-from dflash_jax.config import DrafterConfig
+from dflash_jax.acceptance import greedy, reject_and_resample, sample
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
 from dflash_jax.memory_plan import MemoryPlanner, context_capacity, power_of_two
+from dflash_jax.mtp import MTP
 from dflash_jax.pages import PagePool
 from dflash_jax.programs import Programs
-from dflash_jax.request import Chunk, Completion, SamplingParams
+from dflash_jax.request import Chunk, Completion, SamplingParams, TokenLogprob
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
+from dflash_jax.sampling import SamplingNeeds, TokenLogprobs, init_sampling, slot_settings
 from dflash_jax.stopping import StopChecker, StopUpdate
 from dflash_jax.target import Target
 from dflash_jax.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class _Running:
     limit: int
     pages: list[int] = dataclasses.field(default_factory=list)
     histogram: np.ndarray | None = None
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     admitted: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
@@ -50,16 +52,41 @@ class _Running:
 
 def _prefill_spec(spec: RoundSpec) -> RoundSpec:
     """What prefill reads of a spec: whether there is a drafter, not how it drafts. All trees share its program."""
-    return dataclasses.replace(spec, budget=min(spec.budget, 1), block_size=1, policy=SpineFirst())
+    rule = sample if spec.rule is reject_and_resample else spec.rule  # without a draft they are the same
+    return dataclasses.replace(
+        spec, budget=min(spec.budget, 1), block_size=1, policy=SpineFirst(), rule=rule, sampled_draft=False
+    )
+
+
+def _sampling_spec(spec: RoundSpec, needs: SamplingNeeds | None, group: Sequence[SamplingParams]) -> RoundSpec:
+    """The round of requests that share a draft: one program serves whatever any of them needs."""
+    rule = greedy if needs is None else reject_and_resample if spec.sampled_draft else sample
+    return dataclasses.replace(
+        spec,
+        rule=rule,
+        sampled_draft=spec.sampled_draft and needs is not None,
+        logprobs=any(p.logprobs is not None for p in group),
+    )
+
+
+def _token_logprobs(output: RoundOutput, slot: int, count: int, alternatives: int | None) -> list[TokenLogprob]:
+    """A slot's part of fetched results; empty if not asked for."""
+    if alternatives is None:
+        return []
+    assert isinstance(output.logprobs, TokenLogprobs)
+    ids = output.tokens[slot, :count].tolist()
+    chosen, top, tokens = (x[slot, :count].tolist() for x in dataclasses.astuple(output.logprobs))
+    pairs = (tuple(zip(t, v, strict=True))[:alternatives] for t, v in zip(tokens, top, strict=True))
+    return [TokenLogprob(*one) for one in zip(ids, chosen, pairs, strict=True)]
 
 
 class Engine:
-    """Decodes prompts with one target and, optionally, one drafter.
+    """Decodes prompts with one target and, optionally, one drafter and the target's own MTP head.
 
     Build it with `dflash_jax.load`.
 
     Attributes:
-      target, drafter: the models.
+      target, drafter, mtp: the models.
       tokenizer: of the target's folder.
       max_model_len: longest prompt + generated text, in tokens.
       policy: the tree policy of method "ddtree"; assign another one to try it.
@@ -77,6 +104,7 @@ class Engine:
         prefill_chunk: int | None = None,
         implementation: Implementation = "auto",
         names: tuple[str, str | None] = ("target", None),
+        mtp: MTP | None = None,
         mesh: Mesh | None = None,
         memory: MemoryPlanner | None = None,
     ):
@@ -86,7 +114,7 @@ class Engine:
             raise UserError(
                 f"--max-model-len must be 1 to {limit} (the model's own limit), found {max_model_len}"
             )
-        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.target, self.drafter, self.mtp, self.tokenizer = target, drafter, mtp, tokenizer
         self.max_slots, self.page_size = max_slots, page_size
         self.device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         on_cpu = self.device.platform == "cpu"
@@ -95,28 +123,35 @@ class Engine:
         self.implementation: Implementation = implementation
         self.names = names
         self.policy: TreePolicy = SpineFirst()
-        self.programs = Programs(target, drafter, mesh)
+        self.programs = Programs(target, drafter, mesh, mtp)
         self._memory = memory
-        self._states: dict[tuple[int, int, bool], DecodeState] = {}
+        self._states: dict[Any, DecodeState] = {}
 
     # ---------------------------------------------------------------- requests
 
     def method_of(self, params: SamplingParams) -> str:
         """The method that a request will use ("auto" resolved), or `UserError` where it cannot be served."""
         if params.method == "auto":
-            return "ar" if self.drafter is None else "ddtree"
-        if params.method == "mtp":
-            raise UserError("--method mtp is not available in this version; use ar, dflash or ddtree")
-        if params.method != "ar" and self.drafter is None:
+            if self.drafter is not None:
+                return "ddtree"
+            return "ar" if self.mtp is None else "mtp"
+        if params.method == "mtp" and self.mtp is None:
+            raise UserError("--method mtp needs a checkpoint with its own draft head (mtp.* weights)")
+        if params.method in ("dflash", "ddtree") and self.drafter is None:
             raise UserError(f"--method {params.method} needs a drafter; give one with --draft-model")
         return params.method
 
     def spec_of(self, params: SamplingParams, capacity: int) -> RoundSpec:
-        """The round that a request needs."""
+        """How a request drafts; the rule and what else of the round depends on sampling follow from its group."""
         method = self.method_of(params)
         pages = capacity // self.page_size
         if method == "ar":
             return RoundSpec(0, context_pages=pages, implementation=self.implementation)
+        if method == "mtp":
+            steps = params.mtp_steps
+            return RoundSpec(
+                steps, steps + 1, SpineFirst(), context_pages=pages, implementation=self.implementation, mtp=True
+            )
         assert self.drafter is not None
         own = self.drafter.config.block_size
         block = params.block_size or own
@@ -127,7 +162,14 @@ class Engine:
         else:
             budget = self.default_budget if params.tree_budget == "auto" else params.tree_budget
             policy = self.policy
-        return RoundSpec(budget, block, policy, greedy, pages, self.implementation)
+        return RoundSpec(
+            budget,
+            block,
+            policy,
+            sampled_draft=params.draft_sampling == "probabilistic",
+            context_pages=pages,
+            implementation=self.implementation,
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text as it is, or ids."""
@@ -155,6 +197,10 @@ class Engine:
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> _Running:
         ids = self.encode(prompt)
+        vocab = self.target.config.vocab_size
+        for token, _ in params.logit_bias:
+            if token >= vocab:
+                raise UserError(f"--logit-bias names token {token}, outside the vocabulary of {vocab}")
         limit = min(params.max_new_tokens, self.max_model_len - len(ids))
         eos = () if params.ignore_eos else self.target.config.eos_token_ids
         checker = StopChecker(self.tokenizer, max_new_tokens=limit, stop_strings=params.stop, eos_ids=eos)
@@ -207,24 +253,34 @@ class Engine:
         for spec, group in groups.items():
             yield from self._run_group(group, spec, capacity, burst)
 
-    def _state(self, slots: int, capacity: int, drafter: DrafterConfig | None) -> DecodeState:
+    def _state_key(self, slots: int, capacity: int, spec: RoundSpec) -> Any:
+        """What the shapes of a decode state depend on; a drafter's state serves all its trees."""
+        return slots, capacity, spec.mtp, spec.block_size if spec.mtp else spec.budget > 0
+
+    def _state(self, slots: int, capacity: int, spec: RoundSpec) -> DecodeState:
         """The decode state of this shape: fresh, or the one that the last run left (admission clears slots)."""
-        kept = self._states.pop((slots, capacity, drafter is not None), None)
+        kept = self._states.pop(self._state_key(slots, capacity, spec), None)
         if kept is not None:
             return kept
         self._states.clear()  # one set of caches at a time
-        return self.programs.init(drafter, slots, capacity, self.page_size)
+        drafter = self.drafter.config if self.drafter is not None and spec.budget and not spec.mtp else None
+        return self.programs.init(
+            drafter, slots, capacity, self.page_size, mtp_steps=spec.budget if spec.mtp else 0
+        )
 
     def _prefill(
-        self, state: DecodeState, slot: int, request: _Running, spec: RoundSpec
+        self, state: DecodeState, slot: int, request: _Running, spec: RoundSpec, needs: SamplingNeeds | None
     ) -> tuple[DecodeState, list[int]]:
         """Admits a request to a slot and runs its prompt; returns the first token."""
+        sampling = None
+        if needs is not None:
+            sampling = slot_settings(request.params, needs, self.target.config.vocab_size)
         width = state.block_tables.shape[1]
         # Unused entries repeat a page of the slot's own: they are never read, and never another slot's.
         table = (request.pages + [request.pages[-1]] * width)[:width]
         eos = () if request.params.ignore_eos else self.target.config.eos_token_ids
         stop_ids = (*eos, *([-1] * state.stop_ids.shape[1]))[: state.stop_ids.shape[1]]
-        state = self.programs.admit(state, slot, table, request.limit, stop_ids)
+        state = self.programs.admit(state, slot, table, request.limit, stop_ids, sampling)
         request.admitted = time.perf_counter()  # after the first call's compilation
         output = None
         for start in range(0, len(request.prompt), self.prefill_chunk):
@@ -235,7 +291,9 @@ class Engine:
             assert result is not None
             state, output = result
         assert output is not None
+        output = jax.device_get(output)
         first = [int(output.tokens[0, 0])]
+        request.logprobs += _token_logprobs(output, 0, 1, request.params.logprobs)
         request.first_token = time.perf_counter()
         return state, first
 
@@ -243,12 +301,15 @@ class Engine:
         self, group: list[_Running], spec: RoundSpec, capacity: int, burst: int | None
     ) -> Iterator[tuple[int, Chunk]]:
         """Continuous batching over the slots, the host one burst behind the device."""
-        drafter = self.drafter.config if self.drafter is not None and spec.budget else None
+        needs = SamplingNeeds.of([r.params for r in group])
+        spec = _sampling_spec(spec, needs, [r.params for r in group])
         slots = power_of_two(min(len(group), self.max_slots))
         if self._memory is not None:
             slots = self._memory.fit(slots, capacity).slots
         compiled_before = self.programs.compile_seconds
-        state = self._state(slots, capacity, drafter)
+        state = self._state(slots, capacity, spec)
+        sampling = None if needs is None else init_sampling(needs, slots, self.target.config.vocab_size)
+        state = dataclasses.replace(state, sampling=self.programs.replicated(sampling))
         pool = PagePool(slots * (capacity // self.page_size), self.page_size)
         buffer = max(BURST_TOKENS, spec.max_emitted)
         # A stop string is seen by the host alone, so it must look after every round.
@@ -266,7 +327,7 @@ class Engine:
                 slot = next(s for s in range(slots) if s not in running)
                 request = waiting.popleft()
                 request.pages = pool.allocate(len(request.prompt) + request.limit)
-                state, first = self._prefill(state, slot, request, spec)
+                state, first = self._prefill(state, slot, request, spec, needs)
                 update = request.checker.push(first)
                 if update.finish_reason is None:
                     running[slot] = request
@@ -282,12 +343,14 @@ class Engine:
                 flying.append((dict(running), output, histogram))
             if flying and (len(flying) > 1 or not running):
                 owners, output, histogram = flying.popleft()
-                tokens, counts, histogram = jax.device_get((output.tokens, output.count, histogram))
+                output, histogram = jax.device_get((output, histogram))
                 ended = np.zeros((slots,), bool)
                 for slot, request in owners.items():
                     if running.get(slot) is not request:
                         continue  # ended in an earlier burst; these are its surplus rounds
-                    update = request.checker.push(tokens[slot, : counts[slot]].tolist())
+                    count = output.count[slot]
+                    update = request.checker.push(output.tokens[slot, :count].tolist())
+                    request.logprobs += _token_logprobs(output, slot, count, request.params.logprobs)
                     request.histogram = histogram[slot]
                     if update.finish_reason is not None:
                         ended[slot] = True
@@ -297,7 +360,7 @@ class Engine:
                         yield request.index, self._chunk(request, update, spec, compiled_before)
                 if ended.any():
                     state = self.programs.release(state, ended)
-        self._states[(slots, capacity, drafter is not None)] = state
+        self._states[self._state_key(slots, capacity, spec)] = state
 
     def _chunk(self, request: _Running, update: StopUpdate, spec: RoundSpec, compiled_before: float) -> Chunk:
         if update.finish_reason is None:
@@ -333,6 +396,7 @@ class Engine:
             dtype=str(jnp.dtype(self.target.dtype)),
             kernels=self.programs.kernels(spec, _prefill_spec(spec)),
             model=self.names[0],
-            draft_model=self.names[1] if spec.budget else None,
+            draft_model=self.names[1] if spec.budget and not spec.mtp else None,
             seed=request.params.seed,
+            logprobs=None if request.params.logprobs is None else request.logprobs[: len(ids)],
         )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from dflash_jax import __version__, distributed
 from dflash_jax.errors import UserError
 from dflash_jax.prompts import PromptText, encode_prompt, read_prompts
-from dflash_jax.request import METHODS, Completion, SamplingParams
+from dflash_jax.request import DRAFT_SAMPLING, MAX_LOGPROBS, METHODS, Completion, SamplingParams
 
 if TYPE_CHECKING:
     from dflash_jax.engine import Engine
@@ -61,6 +61,14 @@ def _methods(text: str) -> tuple[str, ...]:
         if name not in METHODS or name == "auto":
             raise argparse.ArgumentTypeError(f"unknown method {name!r}; give a list such as {','.join(COMPARED)}")
     return names
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected TOKEN=BIAS such as 42=-5, found {text!r}") from None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -110,7 +118,11 @@ def build_parser() -> argparse.ArgumentParser:
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument(
         "--method", choices=METHODS, default="auto",
-        help="ar: a token a pass; dflash: drafted chains; ddtree: trees (default: ddtree with a drafter, else ar)",
+        help="ar: a token a pass; mtp: chains of the checkpoint's own draft head; dflash: a drafter's chains; ddtree:"
+        " its trees (default: ddtree with a drafter, else mtp if the checkpoint has the head, else ar)",
+    )
+    decoding.add_argument(
+        "--mtp-steps", type=int, default=3, metavar="N", help="tokens the head drafts a round (default: 3)"
     )
     decoding.add_argument("--tree-budget", type=_budget, default="auto", metavar="N|auto", help="nodes of the tree")
     decoding.add_argument("--block-size", type=int, metavar="N", help="rows of a draft (default: the drafter's)")
@@ -118,17 +130,37 @@ def build_parser() -> argparse.ArgumentParser:
     decoding.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text (repeatable)")
     decoding.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
 
-    sampling = parser.add_argument_group("sampling", "This version decodes greedily; other values are refused.")
+    sampling = parser.add_argument_group(
+        "sampling",
+        "Greedy unless --temperature is given: the sampling defaults of a model's generation_config.json are not"
+        " applied. The steps are taken in this order: penalties, bias, temperature, top-k, top-p, min-p.",
+    )
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="default: 1 (off)")
+    sampling.add_argument("--frequency-penalty", type=float, default=0.0, metavar="F", help="default: 0 (off)")
+    sampling.add_argument("--presence-penalty", type=float, default=0.0, metavar="F", help="default: 0 (off)")
+    sampling.add_argument(
+        "--logit-bias", type=_bias, action="append", default=[], metavar="TOKEN=BIAS",
+        help="added to the logit of a token id (repeatable)",
+    )
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: 1 (off)")
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="default: 0 (off)")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: 1 (off)")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="default: 0 (off)")
-    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="recorded with the result")
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="of the noise, for each prompt (default: 0)")
+    sampling.add_argument(
+        "--draft-sampling", choices=DRAFT_SAMPLING, default="greedy",
+        help="probabilistic: draw the chain of --method dflash and accept it by rejection sampling (default: greedy)",
+    )
+    sampling.add_argument(
+        "--logprobs", type=int, metavar="N",
+        help=f"with --json: log-probabilities of the tokens and of the N best, 0 to {MAX_LOGPROBS}",
+    )
 
     output = parser.add_argument_group("output")
     output.add_argument(
         "--compare", nargs="?", type=_methods, const=COMPARED, metavar="METHODS",
-        help=f"decode with each method, one prompt at a time, and print a table (default: {','.join(COMPARED)})",
+        help=f"decode with each method, one prompt at a time, and print a table (default: {','.join(COMPARED)},"
+        " and mtp where the checkpoint has the head)",
     )
     output.add_argument("--stream", action=switch, help="print text as it comes (default: one prompt on a terminal)")
     output.add_argument(
@@ -146,20 +178,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses, before a model is loaded, what no model can serve."""
-    for flag, value, neutral in (
-        ("--top-p", args.top_p, (1.0,)),
-        ("--top-k", args.top_k, (0, -1)),
-        ("--min-p", args.min_p, (0.0,)),
-    ):
-        if value not in neutral:
-            raise UserError(f"{flag} {value}: sampling is not available in this version; leave it at {neutral[0]:g}")
-    for method in args.compare or (args.method,):
-        if method == "mtp":
-            raise UserError("--method mtp is not available in this version; use ar, dflash or ddtree")
     if args.compare and args.method != "auto":
         raise UserError(f"--method and --compare exclude each other; give the methods as --compare ar,{args.method}")
     if args.tp < 1:
         raise UserError(f"--tp {args.tp}: must be at least 1")
+    if args.logprobs is not None and not args.json:
+        raise UserError("--logprobs are printed with --json only; add it")
+    if args.draft_sampling != "greedy" and args.compare:
+        raise UserError("--draft-sampling probabilistic draws other tokens than the methods of --compare; leave it out")
     if args.stream and (args.json or args.compare):
         raise UserError(f"--stream cannot be combined with {'--json' if args.json else '--compare'}; leave it out")
 
@@ -168,12 +194,22 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        repetition_penalty=args.repetition_penalty,
+        logit_bias=tuple(args.logit_bias),
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
         method=args.method,
         tree_budget=args.tree_budget,
         block_size=args.block_size,
         seed=args.seed,
+        draft_sampling=args.draft_sampling,
+        logprobs=args.logprobs,
+        mtp_steps=args.mtp_steps,
     )
 
 
@@ -312,7 +348,7 @@ def _generate(
                 print(_heading(i + 1, prompts[i]))
             print(completion.text, flush=True)
     if not args.json:
-        print(summary(completions, wall), flush=True, file=sys.stderr)
+        print(summary(completions, wall, auto=params.method == "auto"), flush=True, file=sys.stderr)
     return 0
 
 
@@ -328,7 +364,10 @@ def _compare(
     from dflash_jax.reporting import comparison_table, differences, measure
 
     trace = _trace(args.profile)
-    each = {method: dataclasses.replace(params, method=method) for method in args.compare}
+    methods = args.compare
+    if methods is COMPARED and engine.mtp is not None:
+        methods = ("ar", "mtp", *COMPARED[1:])
+    each = {method: dataclasses.replace(params, method=method) for method in methods}
     for one in each.values():
         engine.method_of(one)  # a method that needs a drafter is refused before the others have run
     results: dict[str, Sequence[Completion]] = {}
@@ -336,7 +375,7 @@ def _compare(
         progress.method = method
         results[method] = measure(engine, ids, one, trace)
         progress.stop()
-        if method == args.compare[0] and not args.json:
+        if method == methods[0] and not args.json:
             for i, (prompt, completion) in enumerate(zip(prompts, results[method], strict=True), 1):
                 print(f"{_heading(i, prompt)}\n{completion.text}\n", flush=True)
     lines = differences(results)
@@ -345,7 +384,7 @@ def _compare(
             for completion in completions:
                 _print_json(completion)
     else:
-        first = results[args.compare[0]]
+        first = results[methods[0]]
         print(comparison_table(results))
         tokens = sum(c.completion_tokens for c in first)
         what = f"{tokens} tokens, {first[0].device}, {first[0].dtype}"

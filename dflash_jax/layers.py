@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.sharding import ROWS, Vocabulary, psum, shard_program
+from pallas_kernels.add_norm import add_norm
+from pallas_kernels.add_norm.reference import rms_norm
+from pallas_kernels.dispatch import Implementation
 
 # fp32 is asked for to get fp32: without this a GPU would silently round fp32 operands to TF32.
 FP32 = jax.lax.Precision.HIGHEST
@@ -24,6 +27,14 @@ FP32 = jax.lax.Precision.HIGHEST
 def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     """Precision of a product whose operands have `dtype`: exact for fp32, the hardware's own otherwise."""
     return FP32 if dtype == jnp.float32 else None
+
+
+def _product(x: Float[Array, "... i"], weight: Float[Array, "o i"]) -> Float[Array, "... o"]:
+    """x Wᵀ in x's dtype; sums are fp32 inside (a bf16 result asks for no copy in fp32 on the way)."""
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(
+        x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=x.dtype
+    )
 
 
 class Linear(nnx.Module):
@@ -48,13 +59,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Applies the map to the last axis, in x's dtype."""
-        weight = self.weight[...]
-        dims = (((x.ndim - 1,), (1,)), ((), ()))
-        out = jax.lax.dot_general(
-            x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=jnp.float32
-        )
         # Rounded before the sum: in bf16 half the bytes travel.
-        return psum(out.astype(x.dtype), self.shards)
+        return psum(_product(x, self.weight[...]), self.shards)
 
 
 class Joined(nnx.Module):
@@ -64,13 +70,12 @@ class Joined(nnx.Module):
         self.weight = nnx.Param(weight)
         self.widths = widths
 
-    def __call__(self, x: Float[Array, "... i"]) -> list[Float[Array, "... _"]]:
-        """The maps' outputs, in x's dtype."""
-        weight = self.weight[...]
-        dims = (((x.ndim - 1,), (1,)), ((), ()))
-        out = jax.lax.dot_general(
-            x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=jnp.float32
-        ).astype(x.dtype)
+    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        """The maps' outputs side by side, in x's dtype."""
+        return _product(x, self.weight[...])
+
+    def split(self, out: Float[Array, "... o"]) -> list[Float[Array, "... _"]]:
+        """The output of each map."""
         return jnp.split(out, np.cumsum(self.widths[:-1]).tolist(), axis=-1)
 
 
@@ -84,13 +89,16 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """Norms the last axis, in x's dtype."""
-        weight = self.weight[...].astype(jnp.float32)
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        if self.zero_centered:
-            return (y * (1.0 + weight)).astype(x.dtype)
-        # The dense models round to the activations' dtype before scaling (Hugging Face Qwen3RMSNorm).
-        return (y.astype(x.dtype) * weight.astype(x.dtype)).astype(x.dtype)
+        return rms_norm(x, self.weight[...], eps=self.eps, zero_centered=self.zero_centered)
+
+    def add(
+        self, x: Float[Array, "... d"], update: Float[Array, "... d"], implementation: Implementation
+    ) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:
+        """The residual sum x + update, and its norm."""
+        return add_norm(
+            x, update, self.weight[...], eps=self.eps, zero_centered=self.zero_centered,
+            implementation=implementation,
+        )  # fmt: skip
 
 
 class SwiGLU(nnx.Module):
@@ -142,8 +150,14 @@ def project(module: nnx.Module, name: str, x: Float[Array, "... i"]) -> list[Flo
     """The maps that `module.JOINED[name]` lists, applied to x: one product if they were joined, else one each."""
     joined = getattr(module, name, None)
     if joined is not None:
-        return joined(x)
+        return joined.split(joined(x))
     return [getattr(module, part)(x) for part in type(module).JOINED[name]]  # type: ignore[attr-defined]
+
+
+def project_joined(module: nnx.Module, name: str, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+    """The same, side by side in one array."""
+    joined = getattr(module, name, None)
+    return joined(x) if joined is not None else jnp.concatenate(project(module, name, x), axis=-1)
 
 
 class Embedding(nnx.Module):

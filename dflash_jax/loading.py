@@ -53,7 +53,7 @@ def load(
     revision: str | None = None,
     progress: bool | None = None,
 ) -> Engine:
-    """Loads a target and, if given, its drafter.
+    """Loads a target with its own draft head, if the checkpoint has one, and, if given, its drafter.
 
     What they and their caches take is planned first (see `dflash_jax.memory_plan`). Where the model's own length does
     not fit in memory, a shorter one is taken; where all slots do not fit at some length, fewer decode at once.
@@ -73,7 +73,7 @@ def load(
     Raises:
       UserError: one line that names the file, key or flag and says what would be right.
     """
-    from convert import load_drafter, load_target, resolve_model
+    from convert import load_drafter, load_mtp, load_target, resolve_model
     from convert.load import open_drafter, read_target_config
 
     if kernels not in IMPLEMENTATIONS:
@@ -110,6 +110,9 @@ def load(
             print(plan, flush=True, file=sys.stderr)
     _, target = load_target(folder, kind, mesh, progress=progress)
     join(target, mesh)
+    mtp = load_mtp(folder, kind, mesh, progress=progress)
+    if mtp is not None:
+        join(mtp, mesh)
     drafter = None
     if draft_folder is not None:
         _, drafter, _ = load_drafter(draft_folder, target_config, kind, mesh, progress=progress)
@@ -121,6 +124,7 @@ def load(
         max_model_len=max_model_len,
         max_slots=max_slots,
         implementation=kernels,
+        mtp=mtp,
         names=(str(model or "bundled"), None if draft_model is None else _name(draft_model)),
         mesh=mesh,
         memory=planner,

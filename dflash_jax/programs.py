@@ -20,7 +20,9 @@ from dflash_jax import round as rounds
 from dflash_jax.cache import reset_slots
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import Drafter
+from dflash_jax.mtp import MTP
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
+from dflash_jax.sampling import SamplingState
 from dflash_jax.sharding import REPLICATED, named, parameter_specs, shard_program, state_specs
 from dflash_jax.target import Target
 from pallas_kernels import dispatch
@@ -34,8 +36,12 @@ def admit_slot(
     table: Int[Array, " T"],
     limit: Int[Array, ""],
     stop_ids: Int[Array, " S"],
+    sampling: SamplingState | None,
 ) -> tuple[DecodeState, None]:
-    """Empties a slot and gives it pages, a token limit and stop ids; nothing of its last request is left."""
+    """Empties a slot and gives it pages, a token limit, stop ids and its row of the sampling state.
+
+    Nothing of its last request is left.
+    """
     state = dataclasses.replace(
         state,
         cache=reset_slots(state.cache, slot[None]),
@@ -48,6 +54,8 @@ def admit_slot(
         remaining=state.remaining.at[slot].set(limit),
         stop_ids=state.stop_ids.at[slot].set(stop_ids),
         histogram=state.histogram.at[slot].set(0),
+        sampling=jax.tree.map(lambda all_slots, own: all_slots.at[slot].set(own), state.sampling, sampling),
+        next_tokens=None if state.next_tokens is None else state.next_tokens.at[slot].set(0),
     )
     return state, None
 
@@ -58,14 +66,17 @@ def release_slots(state: DecodeState, slots: Bool[Array, " B"]) -> tuple[DecodeS
 
 
 def _options(rows: int) -> dict[str, bool | int | str] | None:
-    """Compiler options for products of this many rows with weights.
+    """Compiler options of a program whose products with weights have so many rows; None where XLA's own serve.
 
-    XLA's own products are the faster ones up to some 32 rows, and cuBLAS' above: at 64 rows of the 27B matrices an H200
-    reads the weights at 3.3 TB/s with the former and at 3.7 TB/s with the latter.
+    On a GPU, products that share an input stay as they are: XLA would join them by copying their weights side by side
+    in every round (`layers.join` has done that once, where it pays).
     """
-    if dispatch.target_device().platform not in ("gpu", "cuda") or rows <= TRITON_ROWS:
+    if dispatch.target_device().platform not in ("gpu", "cuda"):
         return None
-    return {"xla_gpu_enable_triton_gemm": False}
+    options: dict[str, bool | int | str] = {"xla_disable_hlo_passes": "dot-merger"}
+    if rows > TRITON_ROWS:
+        options["xla_gpu_enable_triton_gemm"] = False
+    return options
 
 
 class Programs:
@@ -77,9 +88,12 @@ class Programs:
       on_compile: called with a description before each compilation.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, mesh: Mesh | None = None):
+    def __init__(
+        self, target: Target, drafter: Drafter | None, mesh: Mesh | None = None, mtp: MTP | None = None
+    ):
         self._target_def, self._target = nnx.split(target)
-        self._drafter_def, self._drafter = nnx.split(drafter) if drafter is not None else (None, None)
+        models = {False: drafter, True: mtp}  # by RoundSpec.mtp
+        self._drafters = {own: nnx.split(model) for own, model in models.items() if model is not None}
         self._mesh = mesh
         self._config, self._dtype = target.config, target.dtype
         self.compiled: dict[Any, Any] = {}
@@ -87,12 +101,13 @@ class Programs:
         self.compile_seconds = 0.0
         self.on_compile: Callable[[str], None] = lambda name: None
 
-    def _models(self, target: Any, drafter: Any) -> tuple[Target, Drafter | None]:
-        merged = None
-        if drafter is not None:
-            assert self._drafter_def is not None
-            merged = nnx.merge(self._drafter_def, drafter)
+    def _models(self, target: Any, drafter: Any, spec: RoundSpec) -> tuple[Target, Drafter | MTP | None]:
+        merged = None if drafter is None else nnx.merge(self._drafters[spec.mtp][0], drafter)
         return nnx.merge(self._target_def, target), merged
+
+    def _drafter_of(self, spec: RoundSpec) -> Any:
+        """Weights of what drafts in this round; None for none."""
+        return self._drafters[spec.mtp][1] if spec.budget else None
 
     def _get(
         self,
@@ -108,8 +123,9 @@ class Programs:
         It returns the state and something that is alike on every device; the small things are that too. `rows` is how
         many rows its products with weights have.
         """
-        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments[donate]))
-        key = (name, key, shapes)
+        leaves, structure = jax.tree.flatten(arguments[donate])
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        key = (name, key, shapes, structure)
         if key not in self.compiled:
             self.on_compile(name)
             start = time.perf_counter()
@@ -125,13 +141,15 @@ class Programs:
             self.compile_seconds += time.perf_counter() - start
         return self.compiled[key]
 
-    def init(self, drafter: DrafterConfig | None, slots: int, capacity: int, page_size: int) -> DecodeState:
+    def init(
+        self, drafter: DrafterConfig | None, slots: int, capacity: int, page_size: int, *, mtp_steps: int = 0
+    ) -> DecodeState:
         """See `round.init_state`; every device makes its own part."""
         config, dtype = self._config, self._dtype
 
         def make() -> DecodeState:
             return rounds.init_state(
-                config, drafter, slots=slots, capacity=capacity, page_size=page_size, dtype=dtype
+                config, drafter, slots=slots, capacity=capacity, page_size=page_size, dtype=dtype, mtp_steps=mtp_steps
             )
 
         if self._mesh is None:
@@ -141,11 +159,18 @@ class Programs:
     def kernels(self, *specs: RoundSpec) -> dict[str, str]:
         """Op -> implementation in the programs compiled for `specs`; "pallas+xla" where its calls differ."""
         found: dispatch.Choices = {}
-        for (_, static, _), choices in self._choices.items():
+        for (_, static, *_), choices in self._choices.items():
             if static and static[0] in specs:
                 for op, names in choices.items():
                     found.setdefault(op, set()).update(names)
         return {op: "+".join(sorted(names)) for op, names in sorted(found.items())}
+
+    def replicated(self, tree: Any) -> Any:
+        """The same arrays on every device."""
+        if self._mesh is None:
+            return tree
+        everywhere = named(self._mesh, jax.tree.map(lambda _: REPLICATED, tree))
+        return jax.device_put(jax.tree.map(np.asarray, tree), everywhere)
 
     def decode(
         self, state: DecodeState, max_rounds: int, spec: RoundSpec, buffer: int, *, compile_only: bool = False
@@ -153,10 +178,10 @@ class Programs:
         """Up to `max_rounds` rounds on the device; also returns a copy of the histogram that outlives the state."""
 
         def run(target: Any, drafter: Any, state: DecodeState, max_rounds: Array) -> Any:
-            state, output = rounds.decode(*self._models(target, drafter), state, max_rounds, spec, buffer)
+            state, output = rounds.decode(*self._models(target, drafter, spec), state, max_rounds, spec, buffer)
             return state, (output, jnp.copy(state.histogram))
 
-        drafter = self._drafter if spec.budget else None
+        drafter = self._drafter_of(spec)
         arguments = (self._target, drafter, state, np.asarray(max_rounds, np.int32))
         rows = state.anchor.shape[0] * (spec.budget + 1)
         program = self._get((spec, buffer), "decode", run, arguments, 2, rows)
@@ -184,10 +209,10 @@ class Programs:
             count: Array,
             last: Array,
         ) -> Any:
-            models = self._models(target, drafter)
+            models = self._models(target, drafter, spec)
             return rounds.prefill(*models, state, slots, tokens, count, last, spec)
 
-        drafter = self._drafter if spec.budget else None
+        drafter = self._drafter_of(spec)
         arguments = (
             self._target,
             drafter,
@@ -200,7 +225,15 @@ class Programs:
         program = self._get((spec, len(tokens)), "prefill", run, arguments, 2)
         return None if compile_only else program(*arguments)
 
-    def admit(self, state: DecodeState, slot: int, table: Any, limit: int, stop_ids: Any) -> DecodeState:
+    def admit(
+        self,
+        state: DecodeState,
+        slot: int,
+        table: Any,
+        limit: int,
+        stop_ids: Any,
+        sampling: SamplingState | None = None,
+    ) -> DecodeState:
         """See `admit_slot`."""
         arguments = (
             state,
@@ -208,6 +241,7 @@ class Programs:
             np.asarray(table, np.int32),
             np.asarray(limit, np.int32),
             np.asarray(stop_ids, np.int32),
+            jax.tree.map(np.asarray, sampling),
         )
         return self._get((), "admit", admit_slot, arguments, 0)(*arguments)[0]
 

@@ -69,17 +69,30 @@ class CompileProgress:
             self._thread = None
 
 
-def summary(completions: Sequence[Completion], wall_seconds: float) -> str:
+# Why `SamplingParams.method` "auto" took a method.
+_AUTO = {
+    "ddtree": "there is a drafter",
+    "mtp": "no drafter, but the checkpoint's own draft head",
+    "ar": "neither a drafter nor a draft head in the checkpoint",
+}
+
+
+def summary(completions: Sequence[Completion], wall_seconds: float, *, auto: bool = False) -> str:
     """One line on a finished run.
 
     Args:
       completions: of one call.
       wall_seconds: of that call, without compiling; the rate of several prompts decoded at once follows from it.
+      auto: the method was chosen by what there is, which the line then says.
     """
     first = completions[0]
     tokens = sum(c.completion_tokens for c in completions)
     rounds = sum(c.rounds for c in completions)
-    method = first.method + (f" (budget {first.tree_budget})" if first.method == "ddtree" else "")
+    method = first.method
+    if method in ("mtp", "ddtree"):
+        method += f" ({'steps' if method == 'mtp' else 'budget'} {first.tree_budget})"
+    if auto:
+        method += f", chosen by auto: {_AUTO[first.method]}"
     parts = [f"{tokens} tokens"]
     if len(completions) == 1:
         parts.append(f"{first.tokens_per_second:.1f} tok/s")

@@ -1,6 +1,7 @@
 """What a user asks for and gets: sampling parameters, completions, streamed chunks."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from dflash_jax.errors import UserError
@@ -8,44 +9,66 @@ from dflash_jax.stopping import FinishReason
 
 Method = Literal["auto", "ar", "mtp", "dflash", "ddtree"]
 METHODS: tuple[Method, ...] = ("auto", "ar", "mtp", "dflash", "ddtree")
+DraftSampling = Literal["greedy", "probabilistic"]
+DRAFT_SAMPLING: tuple[DraftSampling, ...] = ("greedy", "probabilistic")
 MAX_TREE_BUDGET = 1023
+MAX_LOGPROBS = 20
+# Below it the logits over the temperature leave fp32's range of exact comparison; greedy is what is meant.
+MIN_TEMPERATURE = 1e-3
+MAX_MTP_STEPS = 15
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to decode one request.
+    """How to decode one request. Nothing is taken from a checkpoint's generation_config.json but its end tokens.
 
     Attributes:
       max_new_tokens: most tokens to generate, the stop token included.
-      temperature: 0 is greedy; this version decodes greedily only.
+      temperature: divides the logits; 0 is greedy.
+      top_k: sample from the k most probable tokens and their equals; 0 is off.
+      top_p: sample from the fewest most probable tokens that hold this share of the probability; 1 is off.
+      min_p: leave out tokens less probable than this share of the most probable one's; 0 is off.
+      presence_penalty, frequency_penalty: subtracted from the logits of tokens already generated, once or as often as
+        they occur.
+      repetition_penalty: divides (negative logits: multiplies) those of tokens in prompt or text; 1 is off.
+      logit_bias: (token id, what to add to its logit); the penalties, and this, apply to greedy decoding too.
       stop: strings that end the text (not part of it).
       ignore_eos: go on past the model's end tokens, up to max_new_tokens.
-      method: "ar" one token a pass, "dflash" the drafter's chain, "ddtree" its tree; "auto" takes ddtree with a
-        drafter and ar without one.
+      method: "ar" one token a pass, "mtp" chains of the checkpoint's own head, "dflash" the drafter's chain, "ddtree"
+        its tree; "auto" takes ddtree with a drafter, mtp without one where the checkpoint has the head, and else ar.
       tree_budget: nodes of the tree besides the anchor (ddtree only), or "auto".
       block_size: rows of the drafter's block, at most the drafter's own; None for the drafter's own.
-      seed: recorded with the result; greedy decoding has no randomness.
+      mtp_steps: tokens that the head drafts a round (mtp only).
+      seed: of the noise, 0 to 2**64 - 1. Equal seeds give equal tokens for equal prompts, alone or in any batch.
+      draft_sampling: whether the chain of method "dflash" is the drafter's best tokens ("greedy") or drawn from its
+        marginals and accepted by rejection sampling ("probabilistic": same distribution, other tokens for a seed).
+      logprobs: record log-probabilities of the tokens emitted and of so many best ones, 0 to 20; None is off.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     method: Method = "auto"
     tree_budget: int | Literal["auto"] = "auto"
     block_size: int | None = None
     seed: int = 0
+    draft_sampling: DraftSampling = "greedy"
+    logprobs: int | None = None
+    mtp_steps: int = 3
 
     def __post_init__(self) -> None:
         """Raises `UserError` for a value no request can have."""
         if self.max_new_tokens < 1:
             raise UserError(f"--max-new-tokens must be at least 1, found {self.max_new_tokens}")
-        if not self.temperature >= 0.0:
-            raise UserError(f"--temperature must be 0 or more, found {self.temperature}")
-        if self.temperature > 0.0:
-            raise UserError(
-                "--temperature above 0 is not available in this version; use --temperature 0 (greedy)"
-            )
+        self._check_sampling()
         if self.method not in METHODS:
             raise UserError(f"--method must be one of {', '.join(METHODS)}, found {self.method!r}")
         budget = self.tree_budget
@@ -55,8 +78,57 @@ class SamplingParams:
             raise UserError(
                 f"--block-size must be at least 2 (anchor and one draft), found {self.block_size}"
             )
+        if not 1 <= self.mtp_steps <= MAX_MTP_STEPS:
+            raise UserError(f"--mtp-steps must be 1 to {MAX_MTP_STEPS}, found {self.mtp_steps}")
         if isinstance(self.stop, str) or "" in self.stop:
             raise UserError("--stop takes non-empty strings")
+
+    def _check_sampling(self) -> None:
+        """Written so that NaN fails every test."""
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf):
+            raise UserError(
+                f"--temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, found {self.temperature}"
+            )
+        if not (isinstance(self.top_k, int) and 0 <= self.top_k < 1 << 31):
+            raise UserError(f"--top-k must be a whole number, 0 (off) or more, found {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p must be above 0 and at most 1 (off), found {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"--min-p must be 0 (off) to 1, found {self.min_p}")
+        for flag, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            if not math.isfinite(penalty):
+                raise UserError(f"--{flag}-penalty must be a finite number, found {penalty}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise UserError(f"--repetition-penalty must be above 0 (1 is off), found {self.repetition_penalty}")
+        for token, bias in self.logit_bias:
+            if not (isinstance(token, int) and token >= 0 and math.isfinite(bias)):
+                raise UserError(f"--logit-bias takes TOKEN=BIAS, an id and a finite number, found {token}={bias}")
+        if not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 64):
+            raise UserError(f"--seed must be 0 to 2**64 - 1, found {self.seed}")
+        if self.draft_sampling not in DRAFT_SAMPLING:
+            known = ", ".join(DRAFT_SAMPLING)
+            raise UserError(f"--draft-sampling must be one of {known}, found {self.draft_sampling!r}")
+        if self.draft_sampling == "probabilistic" and self.method != "dflash":
+            raise UserError(
+                f"--draft-sampling probabilistic needs --method dflash (a chain), found --method {self.method}"
+            )
+        if self.logprobs is not None and not (isinstance(self.logprobs, int) and 0 <= self.logprobs <= MAX_LOGPROBS):
+            raise UserError(f"--logprobs must be 0 to {MAX_LOGPROBS}, found {self.logprobs}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probabilities at one emitted token, under the model's own distribution (no penalty, bias, temperature).
+
+    Attributes:
+      token_id: the token emitted.
+      logprob: its log-probability, in nats.
+      top: (token id, log-probability) of the most probable tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +143,13 @@ class Completion:
       rounds: target passes after prefill.
       mean_accepted_length: τ, tokens emitted per round (bonus included); 0 where there was no round.
       accepted_length_histogram: entry n is the number of rounds that emitted n tokens.
-      tree_budget: nodes besides the anchor; 0 for ar.
+      tree_budget: nodes besides the anchor (mtp: its steps); 0 for ar.
       prefill_seconds: from admission to the first token; decode_seconds: from there to the last.
       compile_seconds: spent on compiling programs for the call that this request was part of.
       tokens_per_second: tokens after the first, over decode_seconds.
       kernels: op -> "pallas" or "xla", as its prefill and decode programs were compiled; "pallas+xla" where the calls
         of one op differ (shapes that the kernel refuses). The log says why, at level INFO.
+      logprobs: one entry a token id if they were asked for, else None.
     """
 
     text: str
@@ -100,6 +173,7 @@ class Completion:
     model: str
     draft_model: str | None
     seed: int
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

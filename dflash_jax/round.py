@@ -11,10 +11,19 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.acceptance import AcceptanceRule, greedy
+from dflash_jax.acceptance import AcceptanceRule, greedy, sampled_chain
 from dflash_jax.cache import Cache, Context, commit, commit_causal, init_cache, write_pages
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.drafter import Drafter
+from dflash_jax.mtp import MTP, draft_chain, prefill_context
+from dflash_jax.sampling import (
+    SamplingState,
+    TokenLogprobs,
+    count_emitted,
+    count_prompt,
+    empty_logprobs,
+    token_logprobs,
+)
 from dflash_jax.target import Rows, Target, TargetOutput
 from dflash_jax.tree import (
     SpineFirst,
@@ -23,6 +32,7 @@ from dflash_jax.tree import (
     Walk,
     ancestor_index,
     candidates_needed,
+    chain_tree,
     grow_tree,
     root_only_tree,
     top_candidates,
@@ -40,16 +50,22 @@ class RoundSpec:
       block_size: rows of the drafter's block, anchor included; the tree is at most block_size - 1 deep.
       policy: which prefixes the tree keeps.
       rule: how the target chooses a token from its logits.
+      sampled_draft: draw a chain from the drafter's marginals instead of building a tree of their best tokens.
+      logprobs: whether rounds also return log-probabilities.
       context_pages: entries of the block tables that are read, a bound on the context of the XLA kernels.
       implementation: kernel choice.
+      mtp: the target's own head drafts `budget` tokens, one after the other, instead of a drafter its block.
     """
 
     budget: int
     block_size: int = 1
     policy: TreePolicy = dataclasses.field(default_factory=SpineFirst)
     rule: AcceptanceRule = greedy
+    sampled_draft: bool = False
+    logprobs: bool = False
     context_pages: int | None = None
     implementation: Implementation = "auto"
+    mtp: bool = False
 
     @property
     def max_emitted(self) -> int:
@@ -66,12 +82,15 @@ class DecodeState:
       block_tables: page numbers of each slot in token order.
       lengths: tokens in the caches; the anchor's position.
       anchor: the newest emitted token, not yet in the target's caches.
-      taps: target features of the rows accepted last round, the drafter's next context; None without a drafter.
+      taps: target features of the rows accepted last round, the drafter's next context (the MTP head's: hidden
+        states after the final norm); None without a drafter.
       num_taps: how many of them, at positions lengths - num_taps … lengths - 1.
       active: slots that decode.
       remaining: tokens that the slot may still emit.
       stop_ids: tokens that end the slot's sequence, -1 where unused.
       histogram: rounds of the slot by tokens emitted.
+      next_tokens: with the MTP head, the token after each tap; else None.
+      sampling: how the slots sample; None where all of them are greedy.
     """
 
     cache: Cache
@@ -84,6 +103,8 @@ class DecodeState:
     remaining: Int[Array, " B"]
     stop_ids: Int[Array, "B S"]
     histogram: Int[Array, "B H"]
+    next_tokens: Int[Array, "B D"] | None = None
+    sampling: SamplingState | None = None
 
 
 def init_state(
@@ -94,13 +115,17 @@ def init_state(
     capacity: int,
     page_size: int,
     dtype: jax.typing.DTypeLike,
+    mtp_steps: int = 0,
 ) -> DecodeState:
-    """The state of `slots` empty slots of `capacity` tokens each (a multiple of `page_size`), none active."""
+    """The state of `slots` empty slots of `capacity` tokens each (a multiple of `page_size`), none active.
+
+    For rounds that draft with the target's own head, `mtp_steps` tokens each, if that is not 0.
+    """
     per_slot = capacity // page_size
-    block = drafter.block_size if drafter is not None else 1
-    taps = None
+    block, features = mtp_steps + 1, min(mtp_steps, 1)
     if drafter is not None:
-        taps = jnp.zeros((slots, block, len(drafter.target_layer_ids) * target.hidden_size), dtype)
+        block, features = drafter.block_size, len(drafter.target_layer_ids)
+    taps = jnp.zeros((slots, block, features * target.hidden_size), dtype) if features else None
 
     # One array each: donated buffers must not be shared.
     def zeros() -> Int[Array, " B"]:
@@ -108,7 +133,8 @@ def init_state(
 
     return DecodeState(
         cache=init_cache(
-            target, drafter, slots=slots, pages=slots * per_slot, page_size=page_size, dtype=dtype
+            target, drafter, slots=slots, pages=slots * per_slot, page_size=page_size, dtype=dtype,
+            mtp=mtp_steps > 0,
         ),
         block_tables=jnp.zeros((slots, per_slot), jnp.int32),
         lengths=zeros(),
@@ -119,6 +145,7 @@ def init_state(
         remaining=zeros(),
         stop_ids=jnp.full((slots, max(len(target.eos_token_ids), 1)), -1, jnp.int32),
         histogram=jnp.zeros((slots, block + 1), jnp.int32),
+        next_tokens=jnp.zeros((slots, block), jnp.int32) if mtp_steps else None,
     )
 
 
@@ -128,6 +155,7 @@ class RoundOutput:
 
     tokens: Int[Array, "B D"]
     count: Int[Array, " B"]
+    logprobs: TokenLogprobs | None = None
 
 
 def draft(
@@ -207,11 +235,13 @@ def commit_walk(
     )
     last = jnp.maximum(count - 1, 0)[:, None]
     anchor = jnp.take_along_axis(walked.tokens, last, axis=1)[:, 0]
-    taps, num_taps = state.taps, state.num_taps
+    taps, num_taps, next_tokens = state.taps, state.num_taps, state.next_tokens
     if output.taps is not None and taps is not None:
         accepted = jnp.take_along_axis(output.taps, walked.path[:, :, None], axis=1)
         taps = jnp.pad(accepted, ((0, 0), (0, taps.shape[1] - accepted.shape[1]), (0, 0)))
         num_taps = count
+    if next_tokens is not None:
+        next_tokens = walked.tokens
     bins = jnp.arange(state.histogram.shape[1])
     state = dataclasses.replace(
         state,
@@ -223,27 +253,40 @@ def commit_walk(
         active=active,
         remaining=state.remaining - count,
         histogram=state.histogram + ((bins == count[:, None]) & (count > 0)[:, None]),
+        next_tokens=next_tokens,
+        sampling=count_emitted(state.sampling, jnp.arange(count.shape[0]), walked.tokens, count),
     )
     return state, RoundOutput(tokens=walked.tokens, count=count)
 
 
 def speculative_round(
-    target: Target, drafter: Drafter | None, state: DecodeState, spec: RoundSpec
+    target: Target, drafter: Drafter | MTP | None, state: DecodeState, spec: RoundSpec
 ) -> tuple[DecodeState, RoundOutput]:
     """One round for all slots (DFlash, arXiv 2602.06036, section 4; DDTree's tree verification).
 
     Emits, a slot, 1 … block_size tokens, all chosen by the target; inactive slots emit none and keep their state.
     """
     taps: tuple[int, ...] = ()
-    if spec.budget and drafter is not None:
+    draft_scores = None
+    if spec.budget and isinstance(drafter, MTP):
+        with jax.named_scope("draft"):
+            draft_kv, drafted, _ = draft_chain(target, drafter, state, spec)
+            state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))
+        tree = chain_tree(state.anchor, drafted)
+    elif spec.budget and isinstance(drafter, Drafter):
         with jax.named_scope("draft"):
             draft_kv, logits = draft(target, drafter, state, spec)
             state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))
         with jax.named_scope("tree"):
             length = spec.block_size - 1
-            depths, k = candidates_needed(length, target.config.vocab_size, spec.budget, spec.policy)
-            values, tokens = top_candidates(logits[:, :depths], k, target.vocabulary)
-            tree = grow_tree(state.anchor, values, tokens, spec.budget, spec.policy, length)
+            if spec.sampled_draft:
+                assert state.sampling is not None
+                log_probs = jax.nn.log_softmax(target.vocabulary.gather(logits))
+                tree, draft_scores = sampled_chain(state.anchor, log_probs, state.lengths, state.sampling)
+            else:
+                depths, k = candidates_needed(length, target.config.vocab_size, spec.budget, spec.policy)
+                values, tokens = top_candidates(logits[:, :depths], k, target.vocabulary)
+                tree = grow_tree(state.anchor, values, tokens, spec.budget, spec.policy, length)
         taps = drafter.config.target_layer_ids
     elif spec.budget:
         raise ValueError("a round with a tree needs a drafter")
@@ -255,16 +298,25 @@ def speculative_round(
         tree = root_only_tree(state.anchor)
     with jax.named_scope("verify"):
         output = verify(target, state, tree, taps, spec)
-        chosen = spec.rule(target.logits(output.hidden), tree, target.vocabulary)
+        if spec.mtp:
+            output = dataclasses.replace(output, taps=output.hidden)
+        logits = target.logits(output.hidden)
+    with jax.named_scope("rule"):
+        chosen = spec.rule(logits, tree, state.lengths, state.sampling, draft_scores, target.vocabulary)
     with jax.named_scope("walk"):
         walked = walk(tree, chosen)
     with jax.named_scope("commit"):
-        return commit_walk(state, output, walked, spec)
+        state, emitted = commit_walk(state, output, walked, spec)
+    if spec.logprobs:
+        on_path = logits[jnp.arange(logits.shape[0])[:, None], walked.path]
+        on_path = target.vocabulary.gather(on_path)
+        emitted = dataclasses.replace(emitted, logprobs=token_logprobs(on_path, walked.tokens))
+    return state, emitted
 
 
 def decode(
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | MTP | None,
     state: DecodeState,
     max_rounds: Int[Array, ""],
     spec: RoundSpec,
@@ -288,17 +340,25 @@ def decode(
         state, fresh = speculative_round(target, drafter, state, spec)
         order = jnp.arange(width)
         place = jnp.where(order < fresh.count[:, None], output.count[:, None] + order, buffer)
-        tokens = output.tokens.at[jnp.arange(slots)[:, None], place].set(fresh.tokens, mode="drop")
-        return state, RoundOutput(tokens=tokens, count=output.count + fresh.count), rounds + 1
+
+        def append(kept: Array, new: Array) -> Array:
+            return kept.at[jnp.arange(slots)[:, None], place].set(new, mode="drop")
+
+        tokens = append(output.tokens, fresh.tokens)
+        logprobs = jax.tree.map(append, output.logprobs, fresh.logprobs)
+        return state, RoundOutput(tokens, output.count + fresh.count, logprobs), rounds + 1
 
     empty = RoundOutput(tokens=jnp.zeros((slots, buffer), jnp.int32), count=jnp.zeros((slots,), jnp.int32))
+    if spec.logprobs:
+        logprobs = empty_logprobs(slots, buffer, target.config.vocab_size)
+        empty = dataclasses.replace(empty, logprobs=logprobs)
     state, output, _ = jax.lax.while_loop(going, body, (state, empty, jnp.zeros((), jnp.int32)))
     return state, output
 
 
 def prefill(
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | MTP | None,
     state: DecodeState,
     slots: Int[Array, " b"],
     tokens: Int[Array, "b C"],
@@ -330,18 +390,34 @@ def prefill(
         recurrent=state.cache.recurrent[:, slots],
         conv=state.cache.conv[:, slots],
     )
-    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    taps = drafter.config.target_layer_ids if isinstance(drafter, Drafter) else ()
     with jax.named_scope("prefill"):
         output = target(rows, context, taps=taps, implementation=spec.implementation)
         cache = commit_causal(state.cache, output.updates, tables, start, slots, count)
-    if drafter is not None:
+    if isinstance(drafter, Drafter):
         assert output.taps is not None and cache.draft_kv is not None
         with jax.named_scope("draft_context"):
             fresh = drafter.context_kv(output.taps, rows.positions)
             draft_kv = write_pages(cache.draft_kv, fresh, tables, rows.positions, valid)
             cache = dataclasses.replace(cache, draft_kv=draft_kv)
     final = jnp.take_along_axis(output.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-    first = spec.rule(target.logits(final), root_only_tree(tokens[:, 0]), target.vocabulary)
+    logits = target.logits(final)
+    sampling = count_prompt(state.sampling, slots, tokens, valid)
+    own = jax.tree.map(lambda leaf: leaf[slots], sampling)
+    root = root_only_tree(tokens[:, 0])
+    first = spec.rule(logits, root, start + count - 1, own, None, target.vocabulary)
+
+    kept, next_tokens, waiting = state.taps, state.next_tokens, 0
+    if isinstance(drafter, MTP):
+        # The chunk's last token waits for the token after it: the next chunk's first or the one chosen here.
+        assert kept is not None and next_tokens is not None and cache.draft_kv is not None
+        with jax.named_scope("draft_context"):
+            draft_kv, newest = prefill_context(
+                target, drafter, cache.draft_kv, tables, start, tokens, count, kept[slots, 0], output.hidden
+            )
+        cache = dataclasses.replace(cache, draft_kv=draft_kv)
+        kept, next_tokens = kept.at[slots, 0].set(newest), next_tokens.at[slots, 0].set(first[:, 0])
+        waiting = 1
 
     # The first token goes through the same cut as every later one.
     view = dataclasses.replace(
@@ -353,8 +429,12 @@ def prefill(
         cache=cache,
         lengths=state.lengths.at[slots].add(count),
         anchor=state.anchor.at[slots].set(jnp.where(last, first[:, 0], state.anchor[slots])),
-        num_taps=state.num_taps.at[slots].set(0),
+        taps=kept,
+        num_taps=state.num_taps.at[slots].set(waiting),
+        next_tokens=next_tokens,
         active=state.active.at[slots].set(active),
         remaining=state.remaining.at[slots].add(-emitted),
+        sampling=count_emitted(sampling, slots, first, emitted),
     )
-    return state, RoundOutput(tokens=first, count=emitted)
+    logprobs = token_logprobs(target.vocabulary.gather(logits), first) if spec.logprobs else None
+    return state, RoundOutput(first, emitted, logprobs)

@@ -148,6 +148,10 @@ class Vocabulary:
         """The sum over all tokens."""
         return psum(jnp.sum(x, axis=-1), self.shards)
 
+    def gather(self, x: Float[Array, "... v"]) -> Float[Array, "... V"]:
+        """The entries of all tokens, on every device."""
+        return x if self.shards == 1 else jax.lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)
+
     def argmax(self, x: Float[Array, "... v"]) -> Int[Array, "..."]:
         """The token of the largest entry; the smallest id among equals."""
         token = jnp.argmax(x, axis=-1).astype(jnp.int32)

@@ -124,7 +124,7 @@ class Target(nnx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of weights and activations."""
-        return self.embed_tokens.weight[...].dtype
+        return self.embed_tokens.weight.get_value().dtype
 
     def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
         """Token embeddings; the drafter shares them."""
@@ -175,23 +175,23 @@ class Target(nnx.Module):
         tapped: list[Array] = []
         kv: list[Array] = []
         linear: list[DeltaNetUpdate] = []
+        normed = self.layers[0].input_layernorm(x)
         for index, layer in enumerate(self.layers):
-            normed = layer.input_layernorm(x)
             with jax.named_scope(config.layer_types[index]):
                 if config.layer_types[index] == LINEAR:
                     place = len(linear)
-                    mixed, update = layer.linear_attn(
+                    mixed, delta = layer.linear_attn(
                         normed,
                         rows.valid,
                         rows.ancestors,
                         rows.conv_taps,
                         context.recurrent,
-                        context.conv[place],
+                        context.conv,
                         layer=place,
                         precise=precise,
                         implementation=implementation,
                     )
-                    linear.append(update)
+                    linear.append(delta)
                 else:
                     mixed, fresh = layer.self_attn(
                         normed,
@@ -205,13 +205,15 @@ class Target(nnx.Module):
                         implementation=implementation,
                     )
                     kv.append(fresh)
-            x = x + mixed
             with jax.named_scope("mlp"):
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
+                x, normed = layer.post_attention_layernorm.add(x, mixed, implementation)
+                update = layer.mlp(normed)
+            after = self.layers[index + 1].input_layernorm if index + 1 < config.num_layers else self.norm
+            x, normed = after.add(x, update, implementation)
             if index in taps:
                 tapped.append(x)
         features = jnp.concatenate(tapped, axis=-1) if tapped else None
-        return TargetOutput(self.norm(x), features, self._stack_updates(rows, kv, linear, x.dtype))
+        return TargetOutput(normed, features, self._stack_updates(rows, kv, linear, x.dtype))
 
     def _stack_updates(
         self,

@@ -13,7 +13,7 @@ Implementation = Literal["auto", "xla", "pallas"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "pallas")
 
 # Ops that have a Pallas kernel, by name. An op that is not here is served by its XLA reference alone.
-PALLAS_OPS: frozenset[str] = frozenset({"gdn_mixer", "gdn_scan", "tree_attention"})
+PALLAS_OPS: frozenset[str] = frozenset({"add_norm", "gdn_mixer", "gdn_scan", "tree_attention"})
 # What the kernels need: asynchronous copies and bf16 products came with Ampere.
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
@@ -111,5 +111,5 @@ def resolve(
 
 def check_available(implementation: Implementation) -> None:
     """Raises `UnsupportedError` at once if an op of the model could not run with `implementation`."""
-    for op in ("tree_attention", "gdn_scan", "gdn_mixer"):
+    for op in sorted(PALLAS_OPS):
         resolve(op, implementation)

@@ -20,6 +20,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.drafter import Drafter
 from dflash_jax.loading import BUNDLED_DRAFTER, BUNDLED_TARGET
+from dflash_jax.mtp import MTP
 from dflash_jax.target import Target
 
 VOCAB = 96
@@ -87,8 +88,21 @@ def random_drafter(target: Target, seed: int = 1, **changes: object) -> Drafter:
     return drafter
 
 
-def save_random_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
-    """Folders of a small random pair in fp32: the bundled pair's configs, cut down, and its tokenizer."""
+def random_mtp(target: Target, seed: int = 2) -> MTP:
+    """A multi-token-prediction head for it in fp32."""
+    mtp = MTP(target.config, rngs=nnx.Rngs(0))
+    randomise(mtp, seed)
+    return mtp
+
+
+HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+
+
+def save_random_pair(folder: Path, seed: int = 0, heads: int = 1) -> tuple[Path, Path]:
+    """Folders of a small random pair in fp32: the bundled pair's configs, cut down, and its tokenizer.
+
+    `heads` multiplies all numbers of heads, for meshes that share them.
+    """
     raw = json.loads((BUNDLED_TARGET / "config.json").read_text())
     raw |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "hidden_size": 64, "dtype": "float32"}
     draft = json.loads((BUNDLED_DRAFTER / "config.json").read_text())
@@ -101,6 +115,8 @@ def save_random_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     }
     draft |= {"num_hidden_layers": 1, "layer_types": draft["layer_types"][:1], "max_window_layers": 1}
     draft["dflash_config"]["target_layer_ids"] = [0, 1]
+    for config in (raw, draft):
+        config.update({name: heads * config[name] for name in HEADS if name in config})
     target = Target(parse_target_config(raw), rngs=nnx.Rngs(0))
     drafter = Drafter(parse_drafter_config(draft)[0], rngs=nnx.Rngs(0))
     randomise(target, seed)

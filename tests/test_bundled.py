@@ -50,7 +50,7 @@ def test_prompts_are_tokenised_as_transformers_does() -> None:
 
 def test_both_folders_are_small_and_complete() -> None:
     files = [path for folder in (BUNDLED_TARGET, BUNDLED_DRAFTER) for path in folder.iterdir()]
-    assert sum(path.stat().st_size for path in files) <= 24e6
+    assert sum(path.stat().st_size for path in files) <= 26e6
     names = {path.name for path in BUNDLED_TARGET.iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
                      "generation_config.json", "chat_template.jinja", "README.md"}  # fmt: skip

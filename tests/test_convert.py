@@ -33,6 +33,7 @@ from convert.keymap import module_names
 from dflash_jax.config import parse_drafter_config, parse_target_config
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
+from dflash_jax.mtp import MTP
 from dflash_jax.target import Target
 
 TARGET = {
@@ -225,19 +226,8 @@ def drafter() -> Drafter:
 
 
 @pytest.fixture(scope="module")
-def mtp() -> dict[str, jax.Array]:
-    names = {"fc.weight": (32, 64), "pre_fc_norm_embedding.weight": (32,), "pre_fc_norm_hidden.weight": (32,)}
-    names |= {"norm.weight": (32,), "layers.0.input_layernorm.weight": (32,)}
-    names |= {
-        "layers.0.post_attention_layernorm.weight": (32,),
-        "layers.0.self_attn.q_proj.weight": (128, 32),
-    }
-    names |= {f"layers.0.self_attn.{k}_proj.weight": (32, 32) for k in "kv"}
-    names |= {f"layers.0.self_attn.{k}_norm.weight": (16,) for k in "qk"}
-    names |= {"layers.0.self_attn.o_proj.weight": (32, 64), "layers.0.mlp.down_proj.weight": (32, 40)}
-    names |= {f"layers.0.mlp.{k}_proj.weight": (40, 32) for k in ("gate", "up")}
-    rng = np.random.default_rng(4)
-    return {f"mtp.{k}": jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for k, s in names.items()}
+def mtp(target) -> MTP:
+    return scrambled(MTP(target.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), 4)
 
 
 def scrambled(module, seed: int):
@@ -394,12 +384,12 @@ def test_tied_head(tmp_path):
 
 def test_mtp_is_kept_and_loaded_on_request(tmp_path, target, mtp):
     save_target(tmp_path / "with", TARGET, target, mtp=mtp)
-    same(load_mtp(tmp_path / "with", jnp.bfloat16), mtp)
+    same(arrays(load_mtp(tmp_path / "with", jnp.bfloat16)), arrays(mtp))
     same(arrays(load_target(tmp_path / "with", jnp.bfloat16)[1]), arrays(target))
     rewrite(tmp_path / "with", lambda t: {k: v for k, v in t.items() if k != "mtp.norm.weight"})
     fails(tmp_path / "with", "1 missing: mtp.norm.weight")
     save_target(tmp_path / "without", TARGET, target)
-    assert load_mtp(tmp_path / "without", jnp.bfloat16) == {}
+    assert load_mtp(tmp_path / "without", jnp.bfloat16) is None
 
 
 def test_tensor_parallel_placement(folder, draft_folder, target, drafter, tmp_path):
@@ -427,13 +417,13 @@ def test_orbax_round_trip(tmp_path, folder, target, mtp, capsys):
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("hello")
     assert main([str(folder), str(tmp_path / "orbax")]) == 0
-    total = sum(a.nbytes for a in arrays(target).values()) + sum(a.nbytes for a in mtp.values())
+    total = sum(a.nbytes for a in arrays(target).values()) + sum(a.nbytes for a in arrays(mtp).values())
     assert f"{total:,} bytes in " in capsys.readouterr().out
     shutil.rmtree(folder)
     config, loaded = load_target(tmp_path / "orbax", jnp.bfloat16)
     assert config.eos_token_ids == (5, 6)
     same(arrays(loaded), arrays(target))
-    same(load_mtp(tmp_path / "orbax", jnp.bfloat16), mtp)
+    same(arrays(load_mtp(tmp_path / "orbax", jnp.bfloat16)), arrays(mtp))
     names = {path.name for path in (tmp_path / "orbax").iterdir()}
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= names
     assert not {"model.safetensors.index.json"} & names

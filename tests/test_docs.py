@@ -181,7 +181,7 @@ def method_without_drafter(method: Method) -> str:
 @pytest.mark.parametrize(
     "cause",
     [
-        lambda: SamplingParams(temperature=0.7),
+        lambda: SamplingParams(method="ddtree", draft_sampling="probabilistic"),
         lambda: check_divides(configs("qwen3.6-27b")[0], None, 3),
         lambda: method_without_drafter("mtp"),
         lambda: method_without_drafter("ddtree"),
@@ -199,10 +199,13 @@ def test_limits_quote_the_real_errors(cause: Callable[[], object]) -> None:
 # --- what the model cards say of the files -------------------------------------------------------------------------
 
 
-def parameters(folder: Path) -> int:
+def parameters(folder: Path, *, head: bool = False) -> int:
+    """Of a model, or of the draft head in its file."""
     count = 0
     with safe_open(folder / "model.safetensors", "np") as file:
         for name in file.keys():  # noqa: SIM118 - the file object is no mapping
+            if name.startswith("mtp.") is not head:
+                continue
             size = 1
             for length in file.get_slice(name).get_shape():
                 size *= length
@@ -224,6 +227,8 @@ def test_cards_state_the_recipes_and_weights_that_ship() -> None:
         f"{target.corpus.heldout_tokens:,} tokens",
     ):
         assert said in one
+    head = parameters(BUNDLED_TARGET, head=True)
+    assert not head or f" {head:,} parameters" in one
     for said in (
         f" {parameters(BUNDLED_DRAFTER):,},",
         f"{draft.loop.steps:,} steps of {draft.loop.batch} answers (6.6 epochs), {draft.anchors}\n",

@@ -5,7 +5,6 @@ Interpreted kernels run on the CPU with small shapes; compiled ones are marked `
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +18,12 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gdn_mixer import kernel as mixer_kernel
 from pallas_kernels.gdn_mixer import reference as mixer_reference
 from pallas_kernels.gdn_mixer.configs import Config
-from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, reference, tree_kernel
+from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, reference, step_kernel, tree_kernel
 from pallas_kernels.gdn_scan.configs import (
     TABLES,
     ChunkConfig,
     CommitConfig,
+    StepConfig,
     TreeConfig,
     table_for,
 )
@@ -130,6 +130,16 @@ def tree_rule(
     config = TreeConfig(tile, 16, 16, mode, two_sweeps=two_sweeps)
     rule = functools.partial(tree_kernel.tree_delta_rule, config=config, interpret=True)
     return jax.jit(rule)(*task.operands, states, jnp.array([layer]), ancestors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_one_row_kernel_is_the_recurrence(dtype: Any):
+    task = problem(1, slots=2, dtype=dtype)
+    states = jnp.full((3, *task.state.shape), jnp.nan).at[1].set(task.state)
+    rule = functools.partial(step_kernel.step_delta_rule, config=StepConfig(16, 4), interpret=True)
+    results = jax.jit(rule)(*task.operands, states, jnp.array([1]))
+    for name, a, b in zip(("out", "u", "total"), results, walk(task), strict=False):
+        assert relative(a, b) <= TOLERANCE[dtype], name
 
 
 def check_tree(implementation: str, task: Rows, **options: Any) -> None:
@@ -303,13 +313,27 @@ def front_oracle(arrays: tuple[Any, ...]) -> list[np.ndarray]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_front(implementation: str, dtype: Any, causal: bool):
+    """One joined projection, and the window among those of other layers, which hold NaN."""
     arrays = front_arrays(11, dtype, causal)
+    inputs, window, taps, weight, strength, decay, a_log, dt_bias, valid = arrays
+    unused = jnp.full((*inputs.shape[:2], VALUE_HEADS * DIM), jnp.nan, dtype)
+    projected = jnp.concatenate([inputs, unused, strength, decay], axis=-1)
+    windows = jnp.stack([jnp.full_like(window, jnp.nan), window])
     options: dict[str, Any] = {"key_heads": KEY_HEADS, "key_dim": DIM}
-    front: Callable[..., Any] = functools.partial(mixer_kernel.gdn_front, config=Config(4, 4), interpret=True)
-    if implementation != "interpret":
+    if implementation == "interpret":
+        width = projected.shape[-1]
+        starts = width - 2 * VALUE_HEADS, width - VALUE_HEADS
+        front = functools.partial(
+            mixer_kernel.gdn_front, **options, starts=starts, config=Config(4, 4), interpret=True
+        )
+        operands = (
+            jnp.array([1]), projected, windows, taps, weight, projected, projected, a_log, dt_bias, valid
+        )  # fmt: skip
+    else:
         kind = "pallas" if implementation == "compiled" else "xla"
-        front = functools.partial(gdn_mixer.gdn_front, implementation=kind)
-    results = jax.jit(functools.partial(front, **options))(*arrays)
+        front = functools.partial(gdn_mixer.gdn_front, **options, layer=1, implementation=kind)
+        operands = (projected, windows, taps, weight, a_log, dt_bias, valid)
+    results = jax.jit(front)(*operands)
     for name, a, b in zip(("q", "k", "v", "beta", "g"), results, front_oracle(arrays), strict=True):
         assert a.dtype == (dtype if name in "qkv" else jnp.float32)
         assert relative(a, b) <= TOLERANCE[dtype], name
@@ -319,14 +343,20 @@ def test_front(implementation: str, dtype: Any, causal: bool):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_norm(implementation: str, dtype: Any):
+    """The gates lie between other columns, which hold NaN."""
     rng = np.random.default_rng(0)
-    x, z, weight = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 5, 3, DIM), (2, 5, 3, DIM), (DIM,)))
+    heads, start = 3, 2 * DIM
+    x, z, weight = (
+        jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 5, heads, DIM), (2, 5, heads, DIM), (DIM,))
+    )
     z = z.astype(dtype)
+    other = jnp.full((2, 5, start), jnp.nan, dtype)
+    gates = jnp.concatenate([other, z.reshape(2, 5, -1), other[..., :7]], axis=-1)
     if implementation == "interpret":
-        out = mixer_kernel.gated_norm(x, z, weight, eps=1e-6, config=Config(8, 4), interpret=True)
+        out = mixer_kernel.gated_norm(x, gates, weight, eps=1e-6, start=start, config=Config(8, 4), interpret=True)
     else:
         kind = "pallas" if implementation == "compiled" else "xla"
-        out = gdn_mixer.gated_norm(x, z, weight, eps=1e-6, implementation=kind)
+        out = gdn_mixer.gated_norm(x, gates, weight, eps=1e-6, start=start, implementation=kind)
     x64, z64 = np.asarray(x, np.float64), np.asarray(z, np.float64)
     normed = x64 / np.sqrt(np.mean(x64 * x64, -1, keepdims=True) + 1e-6) * np.asarray(weight)
     assert out.dtype == dtype
@@ -343,7 +373,7 @@ def test_a_shape_without_a_kernel_is_refused_by_name():
             *problem(129).operands, task.state, jnp.ones((1, 129, 129), bool), implementation="pallas"
         )
     with pytest.raises(UnsupportedError, match="head dim 12"):
-        gdn_mixer.gated_norm(jnp.ones((2, 12)), jnp.ones((2, 12)), jnp.ones(12), eps=1e-6, implementation="pallas")
+        gdn_mixer.gated_norm(jnp.ones((2, 1, 12)), jnp.ones((2, 12)), jnp.ones(12), eps=1e-6, implementation="pallas")
     out, final = gdn_scan.chunk_delta_rule(*arrays)  # "auto" takes XLA
     expected = reference.chunk_delta_rule(*arrays)
     assert np.array_equal(out, expected[0]) and np.array_equal(final, expected[1])

@@ -105,6 +105,7 @@ def test_stream_prints_the_text_in_pieces(cli, engine, story, monkeypatch):
     assert status == 0 and out.getvalue() == story.text + "\n"
     assert [p for p in pieces if p][:-1] == [c.text for c in chunks if c.text]
     assert err.count("\n") == 1 and f"{TOKENS} tokens" in err and "τ" in err
+    assert "chosen by auto: there is a drafter" in err
 
 
 @pytest.mark.parametrize("method", ["ar", "ddtree"])
@@ -161,18 +162,38 @@ def test_chat_is_the_default_and_takes_a_system_message(cli, engine):
     assert system > chat
 
 
-def test_compare_prints_a_table_and_that_all_agree(cli, prompt_file, story):
+def test_compare_prints_a_table_and_that_all_agree(cli, engine, prompt_file, story):
     status, out, err = cli("--compare", "--prompt-file", prompt_file, "--max-new-tokens", TOKENS)
     assert (status, err) == (0, "")
     assert out.count(story.text) == 1 and "--- prompt 2: Write simple steps" in out
     lines = out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("method"))
-    table = {row.split()[0]: row.split()[1:] for row in lines[start + 1 : start + 4]}
-    assert list(table) == ["ar", "dflash", "ddtree"]
+    methods = ["ar", *(["mtp"] if engine.mtp is not None else []), "dflash", "ddtree"]
+    end = start + 1 + len(methods)
+    table = {row.split()[0]: row.split()[1:] for row in lines[start + 1 : end]}
+    assert list(table) == methods
     assert int(table["ar"][0]) == 2 * (TOKENS - 1) and float(table["ar"][1]) == float(table["ar"][3]) == 1.0
     assert int(table["ar"][0]) > int(table["dflash"][0]) >= int(table["ddtree"][0])
     assert float(table["dflash"][1]) > 1.5
-    assert lines[start + 4].startswith("identical tokens")
+    assert lines[end].startswith("identical tokens")
+
+
+def test_sampling_flags_reach_the_request_and_logprobs_are_printed(cli, engine, story):
+    banned = story.token_ids[1]
+    params = SamplingParams(
+        method="ddtree", max_new_tokens=TOKENS, temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, seed=7, logprobs=2,
+        presence_penalty=0.2, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias=((banned, -50.0), (9, 1.0)),
+    )  # fmt: skip
+    flags = ["--method", "ddtree", "--max-new-tokens", TOKENS, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.95]
+    flags += ["--min-p", 0.01, "--seed", 7, "--logprobs", 2, "--presence-penalty", 0.2, "--frequency-penalty", 0.1]
+    flags += ["--repetition-penalty", 1.1, "--logit-bias", f"{banned}=-50", "--logit-bias", "9=1"]
+    args = generate.build_parser().parse_args([str(flag) for flag in flags])
+    assert generate._sampling_params(args) == params
+    status, out, err = cli("--json", "--no-chat", "--prompt", STORY, *flags)
+    (answer,) = objects(out)
+    assert (status, err) == (0, "") and answer["seed"] == 7 and banned not in answer["token_ids"]
+    assert [entry["token_id"] for entry in answer["logprobs"]] == answer["token_ids"] != story.token_ids
+    assert all(len(entry["top"]) == 2 for entry in answer["logprobs"])
 
 
 def test_compare_notices_a_difference(cli, engine, monkeypatch):
@@ -306,7 +327,7 @@ def test_a_damaged_compile_cache_costs_only_time(tmp_path, capsys):
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "a", "--model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
         (["--prompt", "a", "--draft-model", "./nowhere"], "./nowhere: no such folder"),
-        (["--prompt", "a", "--method", "mtp"], "--method mtp"),
+        (["--prompt", "a", "--method", "mtp", "--mtp-steps", "0"], "--mtp-steps"),
         (["--prompt", "a", "--method", "fast"], "--method"),
         (["--prompt", "a", "--compare", "ar,fast"], "'fast'"),
         (["--prompt", "a", "--compare", "--method", "ar"], "--compare"),
@@ -315,10 +336,24 @@ def test_a_damaged_compile_cache_costs_only_time(tmp_path, capsys):
         (["--prompt", "a", "--tp", "99"], "--tp 99: this run has"),
         (["--prompt", "a", "--tp", "0"], "--tp 0"),
         (["--prompt", "a", "--process-id", "1"], "--coordinator (or JAX_COORDINATOR_ADDRESS)"),
-        (["--prompt", "a", "--temperature", "0.7"], "--temperature"),
-        (["--prompt", "a", "--top-p", "0.9"], "--top-p 0.9"),
-        (["--prompt", "a", "--top-k", "20"], "--top-k 20"),
-        (["--prompt", "a", "--min-p", "0.1"], "--min-p 0.1"),
+        (["--prompt", "a", "--temperature", "-0.7"], "--temperature"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature"),
+        (["--prompt", "a", "--temperature", "1e-9"], "--temperature must be 0 (greedy) or at least 0.001"),
+        (["--prompt", "a", "--top-p", "0"], "--top-p"),
+        (["--prompt", "a", "--top-p", "1.5"], "--top-p"),
+        (["--prompt", "a", "--top-k", "-1"], "--top-k"),
+        (["--prompt", "a", "--min-p", "2"], "--min-p"),
+        (["--prompt", "a", "--presence-penalty", "inf"], "--presence-penalty"),
+        (["--prompt", "a", "--frequency-penalty", "nan"], "--frequency-penalty"),
+        (["--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty"),
+        (["--prompt", "a", "--logit-bias", "the=2"], "--logit-bias: expected TOKEN=BIAS"),
+        (["--prompt", "a", "--logit-bias", "5=nan"], "--logit-bias"),
+        (["--prompt", "a", "--logit-bias", "2048=1"], "--logit-bias names token 2048"),
+        (["--prompt", "a", "--seed", "-1"], "--seed"),
+        (["--prompt", "a", "--draft-sampling", "probabilistic"], "probabilistic needs --method dflash"),
+        (["--prompt", "a", "--draft-sampling", "probabilistic", "--compare"], "--draft-sampling"),
+        (["--prompt", "a", "--logprobs", "21", "--json"], "--logprobs must be 0 to 20"),
+        (["--prompt", "a", "--logprobs", "2"], "--json"),
         (["--prompt", "a", "--block-size", "99"], "--block-size must be at most the drafter's 16"),
         (["--prompt", "a", "--tree-budget", "0"], "--tree-budget"),
         (["--prompt", "a", "--tree-budget", "1000000"], "--tree-budget"),

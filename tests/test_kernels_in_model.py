@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import dflash_jax
 from benchmarks.shapes import configs
@@ -31,7 +32,7 @@ class Slots:
 
 def test_eight_layers_at_27b_widths_agree_with_xla_in_bf16():
     config, _ = configs("qwen3.6-27b", 8)
-    model = random_target(config, jnp.bfloat16)
+    graph, weights = nnx.split(random_target(config, jnp.bfloat16))
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, (1, PROMPT)))
     table = jnp.asarray([[2, 0, 3, 1]], jnp.int32)
@@ -40,8 +41,8 @@ def test_eight_layers_at_27b_widths_agree_with_xla_in_bf16():
     spec = RoundSpec(63, 16)
 
     @jax.jit
-    def run(tokens: jax.Array):
-        outputs = []
+    def run(weights: nnx.State, tokens: jax.Array):
+        model, outputs = nnx.merge(graph, weights), []
         for implementation in ("xla", "pallas"):
             cache = init_cache(config, None, slots=1, pages=TABLE, page_size=PAGE, dtype=jnp.bfloat16)
             zero = jnp.zeros((1,), jnp.int32)
@@ -53,7 +54,7 @@ def test_eight_layers_at_27b_widths_agree_with_xla_in_bf16():
             outputs.append((model.logits(out.hidden), model.logits(verified.hidden), cache.recurrent))
         return outputs
 
-    xla, pallas = run(tokens)
+    xla, pallas = run(weights, tokens)
     for name, a, b in zip(("prefill", "tree", "state"), pallas, xla, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.isfinite(a).all(), name

@@ -141,6 +141,8 @@ def check_bundled(count: int, tokens: int, budgets: tuple[int, ...], batch: int)
     base = SamplingParams(max_new_tokens=tokens, method="ar")
     methods = [base, dataclasses.replace(base, method="dflash")]
     methods += [dataclasses.replace(base, method="ddtree", tree_budget=b) for b in budgets]
+    if bundled().mtp is not None:
+        methods += [dataclasses.replace(base, method="mtp")]
     reference = [bundled().generate([p], base)[0] for p in ids]
     for params in methods[1:]:
         alone = [bundled().generate([p], params)[0] for p in ids]

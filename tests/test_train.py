@@ -15,6 +15,7 @@ from dflash_jax.config import FULL, LINEAR, parse_drafter_config, parse_target_c
 from dflash_jax.deltanet import l2norm
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
+from dflash_jax.mtp import MTP
 from dflash_jax.target import Rows, Target
 from dflash_jax.train import grouped, settings
 from dflash_jax.train.data import Answers, Order, take_windows, window_starts
@@ -262,10 +263,15 @@ def test_bundled_recipes_fit_each_other_and_the_size_limit():
 
     check_pair(config, drafter)
     shapes = jax.eval_shape(
-        lambda: (nnx.state(Target(config, rngs=nnx.Rngs(0))), nnx.state(Drafter(drafter, rngs=nnx.Rngs(0))))
-    )
+        lambda: [nnx.state(model) for model in (
+            Target(config, rngs=nnx.Rngs(0)), MTP(config, rngs=nnx.Rngs(0)), Drafter(drafter, rngs=nnx.Rngs(0))
+        )]
+    )  # fmt: skip
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert 2 * count < 23.6e6
+    assert 2 * count < 25.6e6
+    head = settings.load_mtp_recipe(settings.RECIPES / "bundled_mtp.json")
+    assert head.loop.steps is not None and head.loop.steps % head.loop.steps_per_dispatch == 0
+    assert head.responses.max_prompt_tokens == d.responses.max_prompt_tokens
 
 
 @pytest.mark.parametrize(

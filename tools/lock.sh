@@ -7,6 +7,7 @@
 #   dev.txt      library, server, training, notebooks and tools, on a CPU     (make test)
 #   runtime.txt  the library alone, on a CPU                                  (make demo)
 #   cuda12.txt, cuda13.txt   the library on an NVIDIA GPU                     (make demo EXTRA=cuda12)
+#   aot.txt      the library and a compiler for NVIDIA GPUs, nothing to run on one     (make gate)
 #   uv.txt       uv itself, for a machine without a Python that is new enough
 #
 # dev.txt is resolved first and constrains the others, so that any of them can be installed over another in one
@@ -28,5 +29,6 @@ compile locks/dev.txt pyproject.toml --group build \
 compile locks/runtime.txt pyproject.toml --group build --constraints locks/dev.txt --extra cpu "$@"
 compile locks/cuda12.txt pyproject.toml --group build --constraints locks/dev.txt --extra cuda12 "$@"
 compile locks/cuda13.txt pyproject.toml --group build --constraints locks/dev.txt --extra cuda13 "$@"
+compile locks/aot.txt pyproject.toml --group build --constraints locks/cuda13.txt --extra aot "$@"
 uv pip compile --quiet --universal --python-version 3.8 --generate-hashes --no-emit-index-url \
     --output-file locks/uv.txt - "$@" <<<"uv"

@@ -1,4 +1,7 @@
-"""The bundled pair, end to end: corpus, target, answers, drafter, evaluation. Each stage continues from its files."""
+"""The bundled pair, end to end: corpus, target, answers, drafter, draft head, evaluation.
+
+Each stage continues from its files.
+"""
 
 import dataclasses
 import json
@@ -16,8 +19,9 @@ from dflash_jax.target import Target
 from dflash_jax.train.data import Answers
 from dflash_jax.train.draft_loop import train_draft
 from dflash_jax.train.loop import Clock
+from dflash_jax.train.mtp_loop import has_head, train_mtp
 from dflash_jax.train.responses import answer, encode_prompts, repeated_share
-from dflash_jax.train.settings import DraftRecipe, ResponseSettings, TargetRecipe
+from dflash_jax.train.settings import DraftRecipe, MTPRecipe, ResponseSettings, TargetRecipe
 from dflash_jax.train.target_loop import train_target
 
 TOKENIZER_FILES = Path(__file__).resolve().parents[1] / "assets" / "target"
@@ -83,14 +87,16 @@ def run(
     target_path: Path,
     draft_recipe: DraftRecipe,
     draft_path: Path,
+    mtp_recipe: MTPRecipe,
     out: Path,
     *,
-    stages: tuple[str, ...] = ("target", "responses", "draft"),
+    stages: tuple[str, ...],
     resume: bool = False,
 ) -> dict[str, Any]:
     """Runs the stages named, skipping those whose result lies in `out`; prints progress and a final table.
 
-    A stage's result is `target/model.safetensors`, `responses/*.npz`, `drafter/model.safetensors`. Carrying
+    A stage's result is `target/model.safetensors`, `responses/*.npz`, `drafter/model.safetensors`, and the tensors
+    `mtp.*` in the target's file. The head learns from the drafter's answers. Carrying
     `target/` (and `responses/`) to another machine is enough to go on there.
     """
     say = narrator()
@@ -108,7 +114,11 @@ def run(
         target: Target
         _, target = load_target(target_folder, "bfloat16")
         train_draft(draft_recipe, draft_path, target, answers, heldout, out, resume=resume, say=say, clock=clock)
-    for name in ("target_run", "draft_run"):
+    if "mtp" in stages and not has_head(target_folder):
+        clock = Clock(mtp_recipe.loop, mtp_recipe.optimizer)
+        answers, heldout = write_answers(target_folder, draft_recipe.responses, out, say=say)
+        train_mtp(mtp_recipe, target_folder, answers, heldout, out, resume=resume, say=say, clock=clock)
+    for name in ("target_run", "draft_run", "mtp_run"):
         path = out / name / "summary.json"
         if path.exists():
             report[name] = json.loads(path.read_text(encoding="utf-8"))

@@ -65,7 +65,8 @@ def _blocks_and_hidden(
     return blocks, draft_hidden(drafter, jax.lax.stop_gradient(taps), embeddings, anchors)
 
 
-def _head(frozen: Frozen) -> Float[Array, "V D"]:
+def head_of(frozen: Frozen) -> Float[Array, "V D"]:
+    """The target's output table."""
     params = frozen["target"]
     return params.embed if params.head is None else params.head
 
@@ -83,7 +84,7 @@ def draft_loss(graph: nnx.GraphDef, config: TargetConfig, recipe: DraftRecipe) -
         weights = blocks.weights[..., 1:]
         rows = hidden[:, :, 1:].reshape(-1, hidden.shape[-1])
         share = (weights / jnp.maximum(weights.sum(), 1e-6)).reshape(-1)
-        head = jax.lax.stop_gradient(_head(frozen))
+        head = jax.lax.stop_gradient(head_of(frozen))
         labels = blocks.labels[..., 1:].reshape(-1)
         total, predicted = grouped.cross_entropy(rows, head, labels, share)
         predicted = jnp.pad(predicted.reshape(weights.shape), ((0, 0), (0, 0), (1, 0)))
@@ -110,7 +111,7 @@ def evaluate_draft(
             key = jax.random.fold_in(jax.random.key(0), number)
             blocks, hidden = _blocks_and_hidden(nnx.merge(graph, params), config, wide, frozen, rows, key)
             logits = jnp.einsum(
-                "band,vd->banv", hidden, _head(frozen), preferred_element_type=jnp.float32
+                "band,vd->banv", hidden, head_of(frozen), preferred_element_type=jnp.float32
             )
             kept = jnp.sum(blocks.keep)
             return {**agreement(blocks, jnp.argmax(logits, axis=-1)), "kept": kept}

@@ -99,7 +99,7 @@ def linear_mixer(
     dtype = x.dtype
     x = jnp.where(valid[..., None], x, 0)
     inputs = mixer.in_proj_qkv(x)
-    z = mixer.in_proj_z(x).reshape(batch, rows, mixer.value_heads, mixer.value_dim)
+    z = mixer.in_proj_z(x)
     beta = jax.nn.sigmoid(mixer.in_proj_b(x).astype(jnp.float32))
     g = -jnp.exp(mixer.A_log[...]) * jax.nn.softplus(mixer.in_proj_a(x).astype(jnp.float32) + mixer.dt_bias[...])
     beta = jnp.where(valid[..., None], beta, 0.0)

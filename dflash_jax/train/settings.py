@@ -141,6 +141,22 @@ class DraftRecipe:
     decay_gamma: float = 7.0
 
 
+@dataclasses.dataclass(frozen=True)
+class MTPRecipe:
+    """Everything that determines a multi-token-prediction head, given its target, whose config fixes its shape.
+
+    Attributes:
+      steps: steps of a chain that are trained.
+      decay: weight of a step's loss over that of the step before.
+    """
+
+    responses: ResponseSettings
+    loop: LoopSettings
+    optimizer: OptimizerSettings
+    steps: int = 3
+    decay: float = 0.8
+
+
 def _build(kind: type, values: Any, where: str) -> Any:
     """A dataclass from a JSON object; unknown, missing and mistyped keys are errors."""
     if not isinstance(values, dict):
@@ -210,6 +226,15 @@ def load_draft_recipe(path: Path) -> DraftRecipe:
     _check(recipe.loop, recipe.optimizer, str(path))
     if recipe.anchors < 1 or recipe.decay_gamma <= 0:
         raise UserError(f"{path}: 'anchors' must be at least 1 and 'decay_gamma' positive")
+    return recipe
+
+
+def load_mtp_recipe(path: Path) -> MTPRecipe:
+    """Reads a recipe of a draft head, or raises `UserError` naming the file and the key."""
+    recipe = _build(MTPRecipe, read_json(path), str(path))
+    _check(recipe.loop, recipe.optimizer, str(path))
+    if recipe.steps < 1 or not 0 < recipe.decay <= 1:
+        raise UserError(f"{path}: 'steps' must be at least 1, and 'decay' above 0 and at most 1")
     return recipe
 
 

@@ -30,18 +30,17 @@ def unsupported_front(inputs: Float[Array, "B N C"], key_dim: int, value_dim: in
 
 
 def gdn_front(
-    inputs: Float[Array, "B N C"],
-    window: Float[Array, "B W C"],
+    projected: Float[Array, "B N P"],
+    window: Float[Array, "B W C"] | Float[Array, "L B W C"],
     taps: Int[Array, "B N W"] | None,
     weight: Float[Array, "C 1 K"],
-    strength: Float[Array, "B N Hv"],
-    decay: Float[Array, "B N Hv"],
     a_log: Float[Array, " Hv"],
     dt_bias: Float[Array, " Hv"],
     valid: Bool[Array, "B N"],
     *,
     key_heads: int,
     key_dim: int,
+    layer: int | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[
     Float[Array, "B N Hk dk"],
@@ -56,15 +55,16 @@ def gdn_front(
     l2-normalised; β = sigmoid(strength), g = −e^{a_log}·softplus(decay + dt_bias), both 0 in rows that are not valid.
 
     Args:
-      inputs: raw projection, channels in the order queries, keys, values; zero in rows that are not valid.
-      window: the last W = K − 1 raw inputs before row 0.
+      projected: raw projections side by side: C channels (queries, keys, values), gates z (not used here), and last Hv
+        strengths and Hv decays. A kernel reads them where they lie. Zero in rows that are not valid.
+      window: the last W = K − 1 raw channels before row 0; of one layer, or of all layers with `layer` naming one.
       taps: taps[b, i, j] is the row of the (j+1)-th ancestor of row i, or −m for the m-th last input of the window;
         None for causal rows.
       weight: of the convolution; the last tap is the row itself.
-      strength, decay: raw projections of the gates.
       a_log, dt_bias: fp32 parameters of the decay.
       valid: False in padding rows.
       key_heads, key_dim: key heads and their width; the rest of the channels are values.
+      layer: see `window`.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
@@ -73,30 +73,52 @@ def gdn_front(
     Raises:
       UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
-    value_heads = strength.shape[2]
-    value_dim = (inputs.shape[2] - 2 * key_heads * key_dim) // value_heads
-    reason = unsupported_front(inputs, key_dim, value_dim)
-    arrays = (inputs, window, taps, weight, strength, decay, a_log, dt_bias, valid)
+    value_heads, channels = a_log.shape[0], weight.shape[0]
+    starts = projected.shape[2] - 2 * value_heads, projected.shape[2] - value_heads
+    value_dim = (channels - 2 * key_heads * key_dim) // value_heads
+    reason = unsupported_front(projected, key_dim, value_dim)
     if resolve("gdn_mixer", implementation, reason) == "xla":
-        return reference.gdn_front(*arrays, key_heads=key_heads, key_dim=key_dim)
-    config = front_config(target_device().device_kind, inputs.shape[1])
-    return kernel.gdn_front(*arrays, key_heads=key_heads, key_dim=key_dim, config=config)
+        return reference.gdn_front(
+            projected[..., :channels], window if layer is None else window[layer], taps, weight,
+            projected[..., starts[0] : starts[1]], projected[..., starts[1] :], a_log, dt_bias, valid,
+            key_heads=key_heads, key_dim=key_dim,
+        )  # fmt: skip
+    if layer is None:
+        window, layer = window[None], 0
+    config = front_config(target_device().device_kind, projected.shape[1])
+    # The layer is an operand, not a constant, so that all layers run one compiled kernel.
+    place = jnp.array([layer], jnp.int32)
+    return kernel.gdn_front(
+        place, projected, window, taps, weight, projected, projected, a_log, dt_bias, valid,
+        key_heads=key_heads, key_dim=key_dim, starts=starts, config=config,
+    )  # fmt: skip
 
 
 def gated_norm(
-    x: Float[Array, "... d"],
-    z: Float[Array, "... d"],
+    x: Float[Array, "*R H d"],
+    z: Float[Array, "*R Z"],
     weight: Float[Array, " d"],
     *,
     eps: float,
+    start: int = 0,
     implementation: Implementation = "auto",
-) -> Float[Array, "... d"]:
-    """RMSNorm of x over the last axis times `weight` and silu(z); computed in fp32, returned in z's dtype.
+) -> Float[Array, "*R H d"]:
+    """RMSNorm of x over the last axis times `weight` and silu of the gates; computed in fp32, returned in z's dtype.
+
+    Args:
+      x: heads of every row.
+      z: gates of all heads side by side, H·d columns from `start` on; a kernel reads them where they lie.
+      weight: of the norm, for every head.
+      eps: added to the mean square.
+      start: see `z`.
+      implementation: "auto", "xla" or "pallas".
 
     Raises:
       UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
     if resolve("gdn_mixer", implementation, _unsupported_dim(x.shape[-1])) == "xla":
-        return reference.gated_norm(x, z, weight, eps=eps)
+        width = x.shape[-2] * x.shape[-1]
+        return reference.gated_norm(x, z[..., start : start + width].reshape(x.shape), weight, eps=eps)
     rows = x.size // x.shape[-1]
-    return kernel.gated_norm(x, z, weight, eps=eps, config=norm_config(target_device().device_kind, rows))
+    config = norm_config(target_device().device_kind, rows)
+    return kernel.gated_norm(x, z, weight, eps=eps, start=start, config=config)

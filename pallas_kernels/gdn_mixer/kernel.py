@@ -18,16 +18,18 @@ from pallas_kernels.gdn_mixer.reference import L2_EPS
 
 
 def _front_kernel(
-    *refs,  # inputs [B, N, C], window [B, W, C], taps [B, N, W] unless causal, weight [C, 1, K], strength and decay
-    # [B, N, Hv], a_log and dt_bias [Hv], valid [B, N]; then q and k [B, N, Hk, d], v [B, N, Hv, d], beta, g [B, N, Hv]
+    *refs,  # layer [1], inputs [B, N, ≥ C], window [L, B, W, C], taps [B, N, W] unless causal, weight [C, 1, K],
+    # strength and decay [B, N, ≥ Hv], a_log and dt_bias [Hv], valid [B, N]; then q and k [B, N, Hk, d],
+    # v [B, N, Hv, d], beta and g [B, N, Hv]
     causal: bool,
     block_rows: int,
+    starts: tuple[int, int],
 ):
-    taps_ref = None if causal else refs[2]
-    inputs_ref, window_ref = refs[:2]
+    taps_ref = None if causal else refs[3]
+    layer_ref, inputs_ref, window_ref = refs[:3]
     weight_ref, strength_ref, decay_ref, a_log_ref, dt_bias_ref, valid_ref = refs[-11:-5]
     q_ref, k_ref, v_ref, beta_ref, g_ref = refs[-5:]
-    rows, width = inputs_ref.shape[1], window_ref.shape[1]
+    rows, width = inputs_ref.shape[1], window_ref.shape[2]
     key_heads, dim = q_ref.shape[2:]
     head, slot = pl.program_id(1), pl.program_id(2)
 
@@ -39,10 +41,13 @@ def _front_kernel(
     channels = head * dim + dims
     tile = (block_rows, dim)
 
+    layer = layer_ref[0]
+
     def rows_of(ref, place, mask):
-        place = jnp.clip(place, 0, ref.shape[1] - 1)
+        place = jnp.clip(place, 0, ref.shape[-2] - 1)
         mask = jnp.broadcast_to(mask[:, None], tile)
-        value = plgpu.load(ref.at[slot, place[:, None], channels[None, :]], mask=mask, other=0)
+        cell = (slot, place[:, None], channels[None, :])
+        value = plgpu.load(ref.at[cell if ref is inputs_ref else (layer, *cell)], mask=mask, other=0)
         return value.astype(jnp.float32)
 
     def factor(tap):
@@ -75,9 +80,11 @@ def _front_kernel(
         value_head = head - 2 * key_heads
         store(v_ref, value_head, mixed)
         valid = plgpu.load(valid_ref.at[slot, index], mask=live, other=0) != 0
-        gate = (slot, index, value_head)
-        strength = plgpu.load(strength_ref.at[gate], mask=live, other=0).astype(jnp.float32)
-        decay = plgpu.load(decay_ref.at[gate], mask=live, other=0).astype(jnp.float32) + dt_bias_ref[value_head]
+        strength, decay = (
+            plgpu.load(ref.at[slot, index, start + value_head], mask=live, other=0).astype(jnp.float32)
+            for ref, start in zip((strength_ref, decay_ref), starts, strict=True)
+        )
+        decay += dt_bias_ref[value_head]
         softplus = jnp.maximum(decay, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(decay)))
         beta = jnp.where(valid, jax.lax.logistic(strength), 0.0)
         g = jnp.where(valid, -jnp.exp(a_log_ref[value_head]) * softplus, 0.0)
@@ -86,12 +93,13 @@ def _front_kernel(
 
 
 def gdn_front(
-    inputs: Float[Array, "B N C"],
-    window: Float[Array, "B W C"],
+    layer: Int[Array, " 1"],
+    inputs: Float[Array, "B N I"],
+    window: Float[Array, "L B W C"],
     taps: Int[Array, "B N W"] | None,
     weight: Float[Array, "C 1 K"],
-    strength: Float[Array, "B N Hv"],
-    decay: Float[Array, "B N Hv"],
+    strength: Float[Array, "B N S"],
+    decay: Float[Array, "B N D"],
     a_log: Float[Array, " Hv"],
     dt_bias: Float[Array, " Hv"],
     valid: Bool[Array, "B N"],
@@ -99,6 +107,7 @@ def gdn_front(
     key_heads: int,
     key_dim: int,
     config: Config,
+    starts: tuple[int, int] = (0, 0),
     interpret: bool = False,
 ) -> tuple[
     Float[Array, "B N Hk dk"],
@@ -107,14 +116,19 @@ def gdn_front(
     Float[Array, "B N Hv"],
     Float[Array, "B N Hv"],
 ]:
-    """See `pallas_kernels.gdn_mixer.api.gdn_front`."""
-    batch, rows, value_heads = strength.shape
+    """See `pallas_kernels.gdn_mixer.api.gdn_front`.
+
+    `window` is that of all layers, `layer` which to read. Of `inputs` the first C columns count, of `strength` and
+    `decay` the Hv columns from `starts` on, so that all three may be one joined projection.
+    """
+    batch, rows = inputs.shape[:2]
+    value_heads = a_log.shape[0]
     keys = jax.ShapeDtypeStruct((batch, rows, key_heads, key_dim), inputs.dtype)
     values = jax.ShapeDtypeStruct((batch, rows, value_heads, key_dim), inputs.dtype)
-    gates = jax.ShapeDtypeStruct(strength.shape, jnp.float32)
-    past = (inputs, window) if taps is None else (inputs, window, taps)
+    gates = jax.ShapeDtypeStruct((batch, rows, value_heads), jnp.float32)
+    past = (layer, inputs, window) if taps is None else (layer, inputs, window, taps)
     return pl.pallas_call(
-        functools.partial(_front_kernel, causal=taps is None, block_rows=config.block_rows),
+        functools.partial(_front_kernel, causal=taps is None, block_rows=config.block_rows, starts=starts),
         grid=(pl.cdiv(rows, config.block_rows), 2 * key_heads + value_heads, batch),
         out_shape=(keys, keys, values, gates, gates),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
@@ -123,36 +137,38 @@ def gdn_front(
     )(*past, weight, strength, decay, a_log, dt_bias, valid)
 
 
-def _norm_kernel(x_ref, z_ref, weight_ref, out_ref, *, block_rows: int, eps: float):
-    rows, dim = x_ref.shape
+def _norm_kernel(x_ref, z_ref, weight_ref, out_ref, *, block_rows: int, eps: float, start: int):
+    (rows, dim), heads = x_ref.shape, x_ref.shape[0] // z_ref.shape[0]
     row = pl.program_id(0) * block_rows + jnp.arange(block_rows)
     dims = jnp.arange(dim)
     mask = jnp.broadcast_to((row < rows)[:, None], (block_rows, dim))
     index = jnp.minimum(row, rows - 1)
     x = plgpu.load(x_ref.at[index[:, None], dims[None, :]], mask=mask, other=0).astype(jnp.float32)
-    z = plgpu.load(z_ref.at[index[:, None], dims[None, :]], mask=mask, other=0).astype(jnp.float32)
+    columns = (start + index % heads * dim)[:, None] + dims[None, :]
+    z = plgpu.load(z_ref.at[(index // heads)[:, None], columns], mask=mask, other=0).astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.sum(x * x, axis=1) / dim + eps)[:, None] * weight_ref[dims][None, :]
     out = (x * (z * jax.lax.logistic(z))).astype(out_ref.dtype)
     plgpu.store(out_ref.at[row[:, None], dims[None, :]], out, mask=mask)
 
 
 def gated_norm(
-    x: Float[Array, "... d"],
-    z: Float[Array, "... d"],
+    x: Float[Array, "*R H d"],
+    z: Float[Array, "*R Z"],
     weight: Float[Array, " d"],
     *,
     eps: float,
     config: Config,
+    start: int = 0,
     interpret: bool = False,
-) -> Float[Array, "... d"]:
-    """See `pallas_kernels.gdn_mixer.api.gated_norm`."""
-    shape, dim = z.shape, z.shape[-1]
+) -> Float[Array, "*R H d"]:
+    """See `pallas_kernels.gdn_mixer.api.gated_norm`; the gates of all heads are the columns of `z` from `start` on."""
+    shape, dim = x.shape, x.shape[-1]
     rows = math.prod(shape[:-1])
     return pl.pallas_call(
-        functools.partial(_norm_kernel, block_rows=config.block_rows, eps=eps),
+        functools.partial(_norm_kernel, block_rows=config.block_rows, eps=eps, start=start),
         grid=(pl.cdiv(rows, config.block_rows),),
         out_shape=jax.ShapeDtypeStruct((rows, dim), z.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="gdn_gated_norm",
-    )(x.reshape(rows, dim), z.reshape(rows, dim), weight).reshape(shape)
+    )(x.reshape(rows, dim), z.reshape(-1, z.shape[-1]), weight).reshape(shape)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation, resolve, target_device
-from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, reference, tree_kernel
+from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, reference, step_kernel, tree_kernel
 from pallas_kernels.gdn_scan.configs import table_for
 
 DTYPES = (jnp.bfloat16, jnp.float32)
@@ -105,9 +105,12 @@ def tree_delta_rule(
         return reference.tree_delta_rule(q, k, v, beta, g, one, ancestors)
     if layer is None:
         state, layer = state[None], 0
-    config = table_for(target_device().device_kind, k.dtype).tree[tree_kernel.padded(rows)]
+    table = table_for(target_device().device_kind, k.dtype)
     # The layer is an operand, not a constant, so that all layers run one compiled kernel.
     place = jnp.array([layer], jnp.int32)
+    if rows == 1:
+        return step_kernel.step_delta_rule(q, k, v, beta, g, state, place, config=table.step)
+    config = table.tree[tree_kernel.padded(rows)]
     return tree_kernel.tree_delta_rule(q, k, v, beta, g, state, place, ancestors, config=config)
 
 

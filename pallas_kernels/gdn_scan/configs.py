@@ -42,6 +42,14 @@ class TreeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """Of `step_kernel`. Attributes: block_dv (value dims a program), num_warps."""
+
+    block_dv: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
 class CommitConfig:
     """Of `commit_kernel`. Attributes as `TreeConfig`'s."""
 
@@ -88,41 +96,56 @@ class ChunkConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Configs of one device kind and width. `tree` is by padded row count."""
+    """Configs of one device kind and width. `tree` is by padded row count; `step` is for one row."""
 
     tree: dict[int, TreeConfig]
     commit: CommitConfig
     chunk: ChunkConfig
+    step: StepConfig = StepConfig(32, 4)
 
 
-# Where a program's products of row tiles outnumber its registers, some spill on Ampere (bytes a thread in brackets):
-# trees of 65 rows and more, fp32 trees of 33 and more, and the chunk rule. A bf16 model's trees of up to 64 rows spill
-# nothing.
+# Where a program's products of row tiles outnumber its registers, some spill on Ampere: `pallas_kernels.aot` has the
+# bytes and the reasons.
 _BF16 = Table(
     tree={
         16: TreeConfig(16, 32, 32, "bf16x2"),
         32: TreeConfig(32, 32, 32, "bf16x2"),
         64: TreeConfig(32, 64, 32, "bf16x2", num_warps=8),
-        128: TreeConfig(32, 64, 32, "bf16x2", num_warps=16, num_stages=2, two_sweeps=True),  # [1976]
+        128: TreeConfig(32, 64, 32, "bf16x2", num_warps=16, num_stages=2, two_sweeps=True),
     },
     # Three parts: with keys in bf16 the update is fp32-exact, and the kernel waits for memory anyway.
     commit=CommitConfig(64, "bf16x3"),
-    chunk=ChunkConfig(64, 32, 64, "bf16x2", num_stages=2),  # [92 at 512 rows, none at 8192]
+    chunk=ChunkConfig(64, 32, 64, "bf16x2", num_stages=2),
+)
+# Ampere's matrix instructions take both operands from registers, and then two of Hopper's choices spill: the chunk rule
+# is free of it with narrower programs, the widest tree spills a quarter of the bytes a thread with half the warps.
+_BF16_AMPERE = Table(
+    tree=_BF16.tree | {128: dataclasses.replace(_BF16.tree[128], num_warps=8)},
+    commit=_BF16.commit,
+    chunk=dataclasses.replace(_BF16.chunk, block_dv=16),
 )
 _FP32 = Table(
     tree={
         16: TreeConfig(16, 32, 32, "bf16x3"),
         32: TreeConfig(16, 32, 32, "bf16x3", num_stages=3),
-        64: TreeConfig(32, 32, 32, "bf16x3", num_warps=8, num_stages=2, two_sweeps=True),  # [364]
-        128: TreeConfig(32, 16, 16, "bf16x3", num_warps=8, num_stages=2, two_sweeps=True),  # [3168]
+        64: TreeConfig(32, 32, 32, "bf16x3", num_warps=8, num_stages=2, two_sweeps=True),
+        128: TreeConfig(32, 16, 16, "bf16x3", num_warps=8, num_stages=2, two_sweeps=True),
     },
     commit=CommitConfig(64, "bf16x3"),
-    chunk=ChunkConfig(32, 16, 32, "bf16x3"),  # [188]
+    chunk=ChunkConfig(32, 16, 32, "bf16x3"),
 )
 
 # By a part of the device kind that the driver reports, then bytes a number. Any other device gets the A6000's.
-A6000 = {2: _BF16, 4: _FP32}
-TABLES: dict[str, dict[int, Table]] = {"RTX A6000": A6000, "A100": A6000, "H200": A6000, "H100": A6000}
+A6000 = {2: _BF16_AMPERE, 4: _FP32}
+# As swept on an H200 at the 27B widths: less arithmetic in small tiles beats fewer of them.
+_HOPPER_TREE = TreeConfig(16, 64, 32, "bf16x2")
+_BF16_HOPPER = Table(
+    tree=_BF16.tree | dict.fromkeys((16, 32, 64), _HOPPER_TREE),
+    commit=_BF16.commit,
+    chunk=dataclasses.replace(_BF16.chunk, num_stages=1),
+)
+HOPPER = {2: _BF16_HOPPER, 4: _FP32}
+TABLES: dict[str, dict[int, Table]] = {"RTX A6000": A6000, "A100": A6000, "H200": HOPPER, "H100": HOPPER}
 
 
 def table_for(device_kind: str, dtype: jax.typing.DTypeLike) -> Table:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gdn_mixer import kernel as mixer_kernel
 from pallas_kernels.gdn_mixer.configs import front_config, norm_config
-from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, tree_kernel
+from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, step_kernel, tree_kernel
 from pallas_kernels.gdn_scan.configs import table_for
 
 CONV_WIDTH = 4
@@ -38,6 +38,11 @@ class Heads:
     def channels(self) -> int:
         """Channels of the convolution."""
         return (2 * self.key_heads + self.value_heads) * self.dim
+
+    @property
+    def projected(self) -> int:
+        """Columns of the joined projection: channels, gates, strengths and decays."""
+        return self.channels + self.value_heads * (self.dim + 2)
 
 
 MODELS: dict[str, Heads] = {
@@ -85,24 +90,27 @@ def commit_arguments(heads: Heads, rows: int, dtype: jax.typing.DTypeLike, batch
 def front_arguments(
     heads: Heads, rows: int, dtype: jax.typing.DTypeLike, *, causal: bool, batch: int = 1
 ) -> tuple[Any, ...]:
-    """Abstract inputs, window, taps, weight, strength, decay, a_log, dt_bias, valid of the front."""
+    """Abstract layer, inputs, window, taps, weight, strength, decay, a_log, dt_bias, valid of the front's kernel.
+
+    Inputs, strength and decay are one joined projection, as in the model.
+    """
     struct = jax.ShapeDtypeStruct
-    gate = struct((batch, rows, heads.value_heads), dtype)
+    projected = struct((batch, rows, heads.projected), dtype)
     parameter = struct((heads.value_heads,), jnp.float32)
     return (
-        struct((batch, rows, heads.channels), dtype),
-        struct((batch, CONV_WIDTH - 1, heads.channels), dtype),
+        struct((1,), jnp.int32), projected,
+        struct((heads.layers, batch, CONV_WIDTH - 1, heads.channels), dtype),
         None if causal else struct((batch, rows, CONV_WIDTH - 1), jnp.int32),
         struct((heads.channels, 1, CONV_WIDTH), dtype),
-        gate, gate, parameter, parameter, struct((batch, rows), jnp.bool_),
+        projected, projected, parameter, parameter, struct((batch, rows), jnp.bool_),
     )  # fmt: skip
 
 
 def norm_arguments(heads: Heads, rows: int, dtype: jax.typing.DTypeLike, batch: int = 1) -> tuple[Any, ...]:
-    """Abstract x, z, weight of the gated norm."""
-    shape = (batch, rows, heads.value_heads, heads.dim)
+    """Abstract x, z, weight of the gated norm; z is the joined projection."""
     struct = jax.ShapeDtypeStruct
-    return struct(shape, jnp.float32), struct(shape, dtype), struct((heads.dim,), jnp.float32)
+    x = struct((batch, rows, heads.value_heads, heads.dim), jnp.float32)
+    return x, struct((batch, rows, heads.projected), dtype), struct((heads.dim,), jnp.float32)
 
 
 def cases(device_kind: str) -> Iterator[Case]:
@@ -112,13 +120,18 @@ def cases(device_kind: str) -> Iterator[Case]:
         for dtype in (jnp.bfloat16, jnp.float32):
             table, kind = table_for(device_kind, dtype), f"{model}/{jnp.dtype(dtype).name}"
             commit = part(commit_kernel.commit_path, config=table.commit)
-            front = part(mixer_kernel.gdn_front, key_heads=heads.key_heads, key_dim=heads.dim)
-            norm = part(mixer_kernel.gated_norm, eps=NORM_EPS)
+            starts = heads.projected - 2 * heads.value_heads, heads.projected - heads.value_heads
+            front = part(
+                mixer_kernel.gdn_front, key_heads=heads.key_heads, key_dim=heads.dim, starts=starts
+            )
+            norm = part(mixer_kernel.gated_norm, eps=NORM_EPS, start=heads.channels)
+            step = part(step_kernel.step_delta_rule, config=table.step)
+            place = jax.ShapeDtypeStruct((1,), jnp.int32)
+            yield f"gdn_step/{kind}", step, (*row_arguments(heads, 1, dtype), states(heads), place)
             for rows in TREE_ROWS:
                 tree = part(tree_kernel.tree_delta_rule, config=table.tree[tree_kernel.padded(rows)])
                 ancestors = jax.ShapeDtypeStruct((1, rows, rows), jnp.bool_)
-                layer = jax.ShapeDtypeStruct((1,), jnp.int32)
-                operands = (*row_arguments(heads, rows, dtype), states(heads), layer, ancestors)
+                operands = (*row_arguments(heads, rows, dtype), states(heads), place, ancestors)
                 yield f"gdn_tree/{kind}/{rows}", tree, operands
             yield f"gdn_commit/{kind}", commit, commit_arguments(heads, 64, dtype)
             for rows in PREFILL_ROWS[model]:

@@ -211,3 +211,17 @@ def anchors(case: str, context: str) -> list[int]:
 
 # A hybrid target with the drafter of this case on top, end to end.
 PAIR = {"target": "hybrid", "drafter": "sliding", "prompt": 1, "accepted": (60, 11)}
+
+# The target's own draft head: text after each prompt, and drafts behind every place in it.
+MTP_TARGET, MTP_SEED, MTP_TEXT, MTP_STEPS = "hybrid", 41, 10, 3
+
+
+def mtp_weights() -> dict[str, np.ndarray]:
+    """State dict of the head, names without the prefix `mtp.`."""
+    shapes = weights.mtp_shapes(TARGETS[MTP_TARGET])
+    return weights.state_dict(shapes, MTP_SEED, zero_centered=True)
+
+
+def mtp_prompts() -> list[np.ndarray]:
+    """The two shorter prompts of the target."""
+    return prompts(MTP_TARGET)[1:]

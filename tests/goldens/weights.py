@@ -95,6 +95,15 @@ def target_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def mtp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names (without the prefix `mtp.`) and shapes of a target's multi-token-prediction head."""
+    hidden = config["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+    shapes |= {f"{name}.weight": (hidden,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    shapes |= attention_shapes("layers.0.self_attn", config, gated=True)
+    return shapes | block_shapes("layers.0", config)
+
+
 def drafter_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a DFlash drafter's tensors."""
     hidden = config["hidden_size"]
