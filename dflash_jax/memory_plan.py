@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
+from dflash_jax.mtp import MTP
+from dflash_jax.request import SamplingParams
 from dflash_jax.round import init_state
 from dflash_jax.sharding import state_specs
 from dflash_jax.target import Target
@@ -95,6 +97,7 @@ class MemoryPlanner:
       dtype: of weights and activations, by name.
       shards: devices that share the models.
       limit: bytes that one device has for them, None for no limit.
+      mtp: whether the target comes with its own draft head.
       page_size: tokens a page.
       chunk: prompt tokens of one prefill pass.
       budget: nodes of the trees to be verified, besides the anchor.
@@ -105,6 +108,7 @@ class MemoryPlanner:
     dtype: str
     shards: int = 1
     limit: int | None = None
+    mtp: bool = False
     page_size: int = 64
     chunk: int = 512
     budget: int = 63
@@ -123,10 +127,17 @@ class MemoryPlanner:
                 lambda: Drafter(config, dtype=dtype, rngs=nnx.Rngs(0), shards=self.shards)
             )
             found["drafter"] = _parameter_bytes(drafter)
+        if self.mtp:
+            head = nnx.eval_shape(lambda: MTP(self.target, dtype=dtype, rngs=nnx.Rngs(0), shards=self.shards))
+            found["MTP head"] = _parameter_bytes(head)
         return found
 
     def caches(self, slots: int, tokens: int) -> dict[str, int]:
-        """Part of the decode state -> its bytes on one device, `slots` slots of `tokens` tokens (whole pages)."""
+        """Part of the decode state -> its bytes on one device, `slots` slots of `tokens` tokens (whole pages).
+
+        One state is kept at a time; a drafter's is larger than that of the target's own head.
+        """
+        steps = SamplingParams().mtp_steps if self.mtp and self.drafter is None else 0
         state = jax.eval_shape(
             lambda: init_state(
                 self.target,
@@ -135,6 +146,7 @@ class MemoryPlanner:
                 capacity=tokens,
                 page_size=self.page_size,
                 dtype=jnp.dtype(self.dtype),
+                mtp_steps=steps,
             )
         )
         specs = state_specs(state)
@@ -144,7 +156,7 @@ class MemoryPlanner:
             return 0 if leaf is None else _bytes_here(leaf, getattr(specs.cache, part), self.shards)
 
         named = {"attention pages": size("kv"), "recurrent states": size("recurrent") + size("conv")}
-        if self.drafter is not None:
+        if self.drafter is not None or steps:
             named["draft pages"] = size("draft_kv")
         leaves = zip(
             jax.tree.leaves(state),
@@ -176,7 +188,9 @@ class MemoryPlanner:
         prefill = (
             self.chunk * ((2 * (kv + conv) + wide) // self.shards + replicated) + 2 * state // self.shards
         )
-        rows = slots * (1 if self.drafter is None else self.budget + 1)
+        rows = slots * (
+            self.budget + 1 if self.drafter is not None else 1 + self.mtp * SamplingParams().mtp_steps
+        )
         logits = 2 * 4 * c.vocab_size
         decode = rows * ((2 * (kv + conv + log) + wide + logits) // self.shards + replicated)
         return max(prefill, decode)

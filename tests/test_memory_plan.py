@@ -41,6 +41,14 @@ def test_27b_with_its_drafter_at_32k_on_two_devices():
     assert "target 26.90 + drafter 1.73 + caches of 1 slot(s) of 32,768 tokens 1.49 + " in plan.arithmetic()
 
 
+def test_27b_with_its_own_draft_head():
+    plan = dataclasses.replace(LARGE, drafter=None, mtp=True).plan(1, 32_768)
+    assert sum(plan.weights.values()) == pytest.approx(27.3e9, rel=2e-3)
+    assert plan.weights["MTP head"] == pytest.approx(0.849e9 / 2, rel=1e-3)
+    assert plan.caches["draft pages"] == 4096 * 32_768 // 2
+    assert "MTP head weights" in str(plan)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_engine_holds_what_was_planned(tp):
     engine = dflash_jax.load(dtype="float32", tp=tp, max_slots=2)
@@ -102,7 +110,9 @@ def test_load_plans_before_it_reads_weights(monkeypatch, capsys):
     assert f"available{half / 1e6:21.2f} MB" in err
 
     slots = []
-    monkeypatch.setattr(engine.programs, "init", lambda drafter, count, *rest: slots.append(count) or 1 / 0)
+    monkeypatch.setattr(
+        engine.programs, "init", lambda drafter, count, *rest, **more: slots.append(count) or 1 / 0
+    )
     for new_tokens in (8, 600):
         with pytest.raises(ZeroDivisionError):
             engine.generate(["a"] * 4, SamplingParams(max_new_tokens=new_tokens))
