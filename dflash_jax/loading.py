@@ -74,8 +74,7 @@ def load(
       UserError: one line that names the file, key or flag and says what would be right.
     """
     from convert import load_drafter, load_mtp, load_target, resolve_model
-    from convert.keymap import MTP_PREFIX
-    from convert.load import open_drafter, open_source, read_target_config
+    from convert.load import has_head, open_drafter, read_target_config
 
     if kernels not in IMPLEMENTATIONS:
         raise UserError(f"--kernels must be one of {', '.join(IMPLEMENTATIONS)}, found {kernels!r}")
@@ -95,8 +94,7 @@ def load(
         draft_config, _, _, notes = open_drafter(draft_folder, target_config)
     check_divides(target_config, draft_config, tp)
     limit = memory_plan.device_limit(jax.devices()[:1] if mesh is None else list(mesh.devices.flat))
-    has_mtp = any(info.name.startswith(MTP_PREFIX) for info in open_source(folder).tensors)
-    planner = MemoryPlanner(target_config, draft_config, kind.name, tp, limit, has_mtp)
+    planner = MemoryPlanner(target_config, draft_config, kind.name, tp, limit, has_head(folder))
     own = target_config.max_position_embeddings
     length = planner.longest(own) if max_model_len is None else max_model_len
     plan = planner.fit(max_slots, length)

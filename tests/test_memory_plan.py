@@ -1,6 +1,9 @@
 """The memory plan against published sizes, against what an engine really holds, and at limits."""
 
 import dataclasses
+import json
+import re
+import shutil
 import types
 from pathlib import Path
 
@@ -11,10 +14,14 @@ from flax import nnx
 import convert
 import dflash_jax
 from benchmarks.shapes import configs
+from convert import save_target
 from convert.load import read_target_config
 from dflash_jax import SamplingParams, UserError, memory_plan
+from dflash_jax.config import parse_target_config
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.memory_plan import MemoryPlanner, context_capacity, device_limit
+from dflash_jax.target import Target
+from tests.models import random_mtp
 
 TARGET, DRAFTER = configs("qwen3.6-27b")
 LARGE = MemoryPlanner(TARGET, DRAFTER, "bfloat16", shards=2)
@@ -149,3 +156,15 @@ def test_capacity_is_whole_pages():
 def test_the_documented_plan_is_the_planned_one():
     page = Path(__file__).parents[1] / "docs" / "architecture.md"
     assert f"```text\n{LARGE.plan(1, 32_768)}\n```" in page.read_text()
+
+
+def test_a_checkpoint_with_a_draft_head_is_planned_with_it(tmp_path, capsys):
+    raw = json.loads((BUNDLED_TARGET / "config.json").read_text())
+    raw |= {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mtp_num_hidden_layers": 1}
+    target = Target(parse_target_config(raw), rngs=nnx.Rngs(0))
+    save_target(tmp_path, raw, target, mtp=random_mtp(target))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_TARGET / name, tmp_path)
+    engine = dflash_jax.load(tmp_path, dtype="float32", progress=True)
+    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(engine.mtp)))
+    assert re.search(rf"MTP head weights +{size / 1e6:.2f} MB", capsys.readouterr().err)
