@@ -217,6 +217,11 @@ def load_drafter(
     return config, module, notes
 
 
+def has_head(folder: Path) -> bool:
+    """Whether the weights in a target's folder include the multi-token-prediction head."""
+    return any(tensor.name.startswith(MTP_PREFIX) for tensor in open_source(folder).tensors)
+
+
 def load_mtp(
     folder: str | Path,
     dtype: jax.typing.DTypeLike,

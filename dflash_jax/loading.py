@@ -74,7 +74,7 @@ def load(
       UserError: one line that names the file, key or flag and says what would be right.
     """
     from convert import load_drafter, load_mtp, load_target, resolve_model
-    from convert.load import open_drafter, read_target_config
+    from convert.load import has_head, open_drafter, read_target_config
 
     if kernels not in IMPLEMENTATIONS:
         raise UserError(f"--kernels must be one of {', '.join(IMPLEMENTATIONS)}, found {kernels!r}")
@@ -94,7 +94,7 @@ def load(
         draft_config, _, _, notes = open_drafter(draft_folder, target_config)
     check_divides(target_config, draft_config, tp)
     limit = memory_plan.device_limit(jax.devices()[:1] if mesh is None else list(mesh.devices.flat))
-    planner = MemoryPlanner(target_config, draft_config, kind.name, tp, limit)
+    planner = MemoryPlanner(target_config, draft_config, kind.name, tp, limit, has_head(folder))
     own = target_config.max_position_embeddings
     length = planner.longest(own) if max_model_len is None else max_model_len
     plan = planner.fit(max_slots, length)

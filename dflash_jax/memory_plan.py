@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
+from dflash_jax.mtp import MTP
+from dflash_jax.request import SamplingParams
 from dflash_jax.round import init_state
 from dflash_jax.sharding import state_specs
 from dflash_jax.target import Target
@@ -70,8 +72,10 @@ class MemoryPlan:
         rows += [("workspace (estimate)", self.workspace), ("total", self.total)]
         where = "a device" if self.devices == 1 else f"each of {self.devices} devices"
         title = f"memory of {where}, {self.slots} slot(s) of {self.tokens:,} tokens"
-        free = [] if self.limit is None else [f"  {'available':22s}{self.limit / GB:8.2f} GB"]
-        return "\n".join([title, *(f"  {name:22s}{size / GB:8.2f} GB" for name, size in rows), *free])
+        if self.limit is not None:
+            rows.append(("available", self.limit))
+        unit, scale = ("GB", GB) if self.total >= GB else ("MB", GB / 1000)
+        return "\n".join([title, *(f"  {name:22s}{size / scale:8.2f} {unit}" for name, size in rows)])
 
     def arithmetic(self) -> str:
         """The sum on one line."""
@@ -93,6 +97,7 @@ class MemoryPlanner:
       dtype: of weights and activations, by name.
       shards: devices that share the models.
       limit: bytes that one device has for them, None for no limit.
+      mtp: whether the target comes with its own draft head.
       page_size: tokens a page.
       chunk: prompt tokens of one prefill pass.
       budget: nodes of the trees to be verified, besides the anchor.
@@ -103,6 +108,7 @@ class MemoryPlanner:
     dtype: str
     shards: int = 1
     limit: int | None = None
+    mtp: bool = False
     page_size: int = 64
     chunk: int = 512
     budget: int = 63
@@ -121,10 +127,17 @@ class MemoryPlanner:
                 lambda: Drafter(config, dtype=dtype, rngs=nnx.Rngs(0), shards=self.shards)
             )
             found["drafter"] = _parameter_bytes(drafter)
+        if self.mtp:
+            head = nnx.eval_shape(lambda: MTP(self.target, dtype=dtype, rngs=nnx.Rngs(0), shards=self.shards))
+            found["MTP head"] = _parameter_bytes(head)
         return found
 
     def caches(self, slots: int, tokens: int) -> dict[str, int]:
-        """Part of the decode state -> its bytes on one device, `slots` slots of `tokens` tokens (whole pages)."""
+        """Part of the decode state -> its bytes on one device, `slots` slots of `tokens` tokens (whole pages).
+
+        One state is kept at a time; a drafter's is larger than that of the target's own head.
+        """
+        steps = SamplingParams().mtp_steps if self.mtp and self.drafter is None else 0
         state = jax.eval_shape(
             lambda: init_state(
                 self.target,
@@ -133,6 +146,7 @@ class MemoryPlanner:
                 capacity=tokens,
                 page_size=self.page_size,
                 dtype=jnp.dtype(self.dtype),
+                mtp_steps=steps,
             )
         )
         specs = state_specs(state)
@@ -142,7 +156,7 @@ class MemoryPlanner:
             return 0 if leaf is None else _bytes_here(leaf, getattr(specs.cache, part), self.shards)
 
         named = {"attention pages": size("kv"), "recurrent states": size("recurrent") + size("conv")}
-        if self.drafter is not None:
+        if self.drafter is not None or steps:
             named["draft pages"] = size("draft_kv")
         leaves = zip(
             jax.tree.leaves(state),
@@ -174,16 +188,16 @@ class MemoryPlanner:
         prefill = (
             self.chunk * ((2 * (kv + conv) + wide) // self.shards + replicated) + 2 * state // self.shards
         )
-        rows = slots * (1 if self.drafter is None else self.budget + 1)
+        rows = slots * (
+            self.budget + 1 if self.drafter is not None else 1 + self.mtp * SamplingParams().mtp_steps
+        )
         logits = 2 * 4 * c.vocab_size
         decode = rows * ((2 * (kv + conv + log) + wide + logits) // self.shards + replicated)
         return max(prefill, decode)
 
     def plan(self, slots: int, tokens: int) -> MemoryPlan:
         """What `slots` slots need, each with the capacity for a request of `tokens` tokens."""
-        tokens = context_capacity(tokens, self.page_size)
-        caches, workspace = self.caches(slots, tokens), self.workspace(slots)
-        return MemoryPlan(self.shards, self.weights, slots, tokens, caches, workspace, self.limit)
+        return _plan(self, slots, context_capacity(tokens, self.page_size))
 
     def fit(self, slots: int, tokens: int) -> MemoryPlan:
         """The plan with as many of the slots (a power of two, as the engine makes them) as there is memory for.
@@ -207,6 +221,12 @@ class MemoryPlanner:
             tokens = power_of_two(tokens) // 2
         self.fit(1, tokens)
         return tokens
+
+
+@functools.cache  # an engine asks before every call
+def _plan(planner: MemoryPlanner, slots: int, tokens: int) -> MemoryPlan:
+    caches, workspace = planner.caches(slots, tokens), planner.workspace(slots)
+    return MemoryPlan(planner.shards, planner.weights, slots, tokens, caches, workspace, planner.limit)
 
 
 def _parameter_bytes(module: nnx.Module) -> int:

@@ -1,6 +1,9 @@
 """The memory plan against published sizes, against what an engine really holds, and at limits."""
 
 import dataclasses
+import json
+import re
+import shutil
 import types
 from pathlib import Path
 
@@ -11,10 +14,14 @@ from flax import nnx
 import convert
 import dflash_jax
 from benchmarks.shapes import configs
+from convert import save_target
 from convert.load import read_target_config
 from dflash_jax import SamplingParams, UserError, memory_plan
+from dflash_jax.config import parse_target_config
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.memory_plan import MemoryPlanner, context_capacity, device_limit
+from dflash_jax.target import Target
+from tests.models import random_mtp
 
 TARGET, DRAFTER = configs("qwen3.6-27b")
 LARGE = MemoryPlanner(TARGET, DRAFTER, "bfloat16", shards=2)
@@ -39,6 +46,14 @@ def test_27b_with_its_drafter_at_32k_on_two_devices():
     assert text[1].split() == ["target", "weights", "26.90", "GB"]
     assert text[3].split() == ["attention", "pages", "1.07", "GB"]
     assert "target 26.90 + drafter 1.73 + caches of 1 slot(s) of 32,768 tokens 1.49 + " in plan.arithmetic()
+
+
+def test_27b_with_its_own_draft_head():
+    plan = dataclasses.replace(LARGE, drafter=None, mtp=True).plan(1, 32_768)
+    assert sum(plan.weights.values()) == pytest.approx(27.3e9, rel=2e-3)
+    assert plan.weights["MTP head"] == pytest.approx(0.849e9 / 2, rel=1e-3)
+    assert plan.caches["draft pages"] == 4096 * 32_768 // 2
+    assert "MTP head weights" in str(plan)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -99,10 +114,12 @@ def test_load_plans_before_it_reads_weights(monkeypatch, capsys):
     assert "the model's 2,048 tokens do not fit in device memory; --max-model-len is 1024" in err
     assert "1 of 8 slots fit in device memory at 1,024 tokens each" in err
     assert "memory of a device, 1 slot(s) of 1,024 tokens" in err
-    assert f"available{half / 1e9:21.2f} GB" in err
+    assert f"available{half / 1e6:21.2f} MB" in err
 
     slots = []
-    monkeypatch.setattr(engine.programs, "init", lambda drafter, count, *rest: slots.append(count) or 1 / 0)
+    monkeypatch.setattr(
+        engine.programs, "init", lambda drafter, count, *rest, **more: slots.append(count) or 1 / 0
+    )
     for new_tokens in (8, 600):
         with pytest.raises(ZeroDivisionError):
             engine.generate(["a"] * 4, SamplingParams(max_new_tokens=new_tokens))
@@ -139,3 +156,15 @@ def test_capacity_is_whole_pages():
 def test_the_documented_plan_is_the_planned_one():
     page = Path(__file__).parents[1] / "docs" / "architecture.md"
     assert f"```text\n{LARGE.plan(1, 32_768)}\n```" in page.read_text()
+
+
+def test_a_checkpoint_with_a_draft_head_is_planned_with_it(tmp_path, capsys):
+    raw = json.loads((BUNDLED_TARGET / "config.json").read_text())
+    raw |= {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mtp_num_hidden_layers": 1}
+    target = Target(parse_target_config(raw), rngs=nnx.Rngs(0))
+    save_target(tmp_path, raw, target, mtp=random_mtp(target))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_TARGET / name, tmp_path)
+    engine = dflash_jax.load(tmp_path, dtype="float32", progress=True)
+    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(engine.mtp)))
+    assert re.search(rf"MTP head weights +{size / 1e6:.2f} MB", capsys.readouterr().err)

@@ -14,6 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from convert import load_mtp, load_target, save_target
+from convert.load import has_head
 from dflash_jax import Engine, SamplingParams, UserError
 from dflash_jax import round as rounds
 from dflash_jax.cache import init_cache
@@ -27,7 +28,7 @@ from dflash_jax.target import Target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train.data import Answers
 from dflash_jax.train.draft_loss import loss_mask
-from dflash_jax.train.mtp_loop import has_head, merge_head, train_mtp
+from dflash_jax.train.mtp_loop import merge_head, train_mtp
 from dflash_jax.train.mtp_loss import chain_agreement, chain_hidden, make_chains
 from dflash_jax.train.settings import LoopSettings, MTPRecipe, OptimizerSettings, ResponseSettings
 from tests.goldens import cases

@@ -15,11 +15,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from convert import load_target
+from convert.load import has_head
 from dflash_jax.target import Target
 from dflash_jax.train.data import Answers
 from dflash_jax.train.draft_loop import train_draft
 from dflash_jax.train.loop import Clock
-from dflash_jax.train.mtp_loop import has_head, train_mtp
+from dflash_jax.train.mtp_loop import train_mtp
 from dflash_jax.train.responses import answer, encode_prompts, repeated_share
 from dflash_jax.train.settings import DraftRecipe, MTPRecipe, ResponseSettings, TargetRecipe
 from dflash_jax.train.target_loop import train_target

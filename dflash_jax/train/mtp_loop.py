@@ -13,8 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from convert import load_target, save_target, stored_dtype
-from convert.keymap import MTP_PREFIX
-from convert.load import open_source, read_config
+from convert.load import read_config
 from dflash_jax.config import TargetConfig
 from dflash_jax.mtp import MTP
 from dflash_jax.train import grouped
@@ -26,11 +25,6 @@ from dflash_jax.train.mtp_loss import Chains, chain_agreement, chain_hidden, mak
 from dflash_jax.train.optimizer import build_optimizer
 from dflash_jax.train.settings import MTPRecipe
 from dflash_jax.train.target_loop import memory_report
-
-
-def has_head(folder: Path) -> bool:
-    """Whether the weights in a target's folder include the head."""
-    return any(tensor.name.startswith(MTP_PREFIX) for tensor in open_source(folder).tensors)
 
 
 def _chains_and_hidden(
