@@ -26,7 +26,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from benchmarks.breakdown import newest_trace, read, show
 from benchmarks.shapes import NAMES, configs
+from benchmarks.timing import measure_machine
 from dflash_jax import UserError
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.generate import set_up_compile_cache
@@ -67,35 +69,6 @@ def spec_of(case: Case, drafter: DrafterConfig, capacity: int, kernels: Any) -> 
         return RoundSpec(0, context_pages=pages, implementation=kernels)
     budget = drafter.block_size - 1 if case.budget is None else case.budget
     return RoundSpec(budget, drafter.block_size, SpineFirst(), context_pages=pages, implementation=kernels)
-
-
-def copy_bandwidth(gigabytes: float) -> float:
-    """Bytes read and written a second by a large copy on one device, median of 5."""
-    passes = 10
-    x = jnp.ones((int(gigabytes * 2**28),), jnp.float32)
-    add = jax.jit(lambda x: jax.lax.fori_loop(0, passes, lambda i, x: x + 1, x), donate_argnums=0)
-    x = add(x).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        x = add(x).block_until_ready()
-        seconds.append((time.perf_counter() - start) / passes)
-    return 2 * x.nbytes / statistics.median(seconds)
-
-
-def matrix_throughput(size: int) -> float:
-    """Operations a second of a large bf16 product, median of 5."""
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    product = jax.jit(lambda a, b: a @ b)
-    product(a, a).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(5):
-            b = product(a, a)
-        b.block_until_ready()
-        seconds.append((time.perf_counter() - start) / 5)
-    return 2 * size**3 / statistics.median(seconds)
 
 
 def floor_bytes(
@@ -322,7 +295,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     mesh = make_mesh(args.tp) if args.tp > 1 else None
     device = jax.devices()[0]
     large = device.platform != "cpu"
-    bandwidth = copy_bandwidth(2.0 if large else 0.05)
+    _, bandwidth, peak = measure_machine(large=large, samples=5, seconds=0.05)
     bench = Bench(args, mesh)
     jax.block_until_ready(jax.tree.leaves(nnx.state(bench.target)))
     print(
@@ -339,7 +312,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "rows": report(bench, times, bandwidth, args.tau),
     }  # fmt: skip
     if args.prefill:
-        result["prefill"] = prefill_report(bench, args)
+        result["prefill"] = prefill_report(bench, args, peak)
     if device.memory_stats():
         stats = device.memory_stats()
         result["memory"] = {"peak": stats.get("peak_bytes_in_use"), "weights": sum(bench.bytes)}
@@ -350,6 +323,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             bench.run(case, FEW)
             with jax.profiler.trace(str(folder)):
                 bench.run(case, FEW)
+            if large:
+                print(f"{case.method}, context {case.context}, batch {case.batch}: a round of device 0, profiled")
+                show(read(newest_trace(folder)), FEW)
     return result
 
 
@@ -361,10 +337,9 @@ def prefill_operations(target: nnx.Module, drafter: nnx.Module) -> int:
     return 2 * (weights + sum(leaf.get_value().size for path, leaf in flat if context & set(path)))
 
 
-def prefill_report(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+def prefill_report(bench: Bench, args: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
     """Prints tokens a second and the share of matrix throughput; returns the rows."""
     flops_per_token = prefill_operations(bench.target, bench.drafter)
-    peak = matrix_throughput(8192 if jax.devices()[0].platform != "cpu" else 512)
     rows = []
     print(f"prefill in chunks of {args.chunk}; a large product reaches {peak / 1e12:.0f} TFLOP/s")
     for tokens in args.prefill:
