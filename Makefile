@@ -3,7 +3,8 @@
 #   make demo                the bundled pair answers a prompt with every method, on the CPU
 #   make demo EXTRA=cuda12   the same on an NVIDIA GPU (or cuda13; see "One environment" below)
 #   make test                lint, then the test suite
-#   make gate                every kernel compiles for an RTX A6000 and an A100, neither of which need be there
+#   make gate                every kernel and the whole 27B round compile for two RTX A6000 and for an A100, none of which
+#                            need be there
 #   make lint                ruff and the type checker
 #   make format              ruff's formatter and its safe fixes
 #   make env                 only the set-up of `make test`; make aot-env that of `make gate`
@@ -73,6 +74,8 @@ test: env aot-env lint
 gate: aot-env
 	@$(AOT)/bin/python -m pallas_kernels.aot --device a6000 $(ARGS)
 	@$(AOT)/bin/python -m pallas_kernels.aot --device a100 $(ARGS)
+	@$(AOT)/bin/python -m benchmarks.whole_program --device a6000 --tp 2 --limit 45
+	@$(AOT)/bin/python -m benchmarks.whole_program --device a100
 	@$(took)
 
 format: $(VENV)/.lock-dev

@@ -93,7 +93,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     pages = capacity // args.page_size
     found: dict[str, Any] = {}
     with jax.default_device(devices[0]):
-        for name, budget in (("prefill", 1), ("chain", block - 1), (f"tree {args.budget}", args.budget)):
+        for name, budget in (("prefill", 1), ("chain", block - 1), ("tree", args.budget)):
+            if name not in args.programs:
+                continue
             spec = RoundSpec(budget, 1 if name == "prefill" else block, SpineFirst(), context_pages=pages)
             start = time.perf_counter()
             if name == "prefill":
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             )
             if args.dump:
                 os.makedirs(args.dump, exist_ok=True)
-                with open(os.path.join(args.dump, f"{name.replace(' ', '')}.hlo.txt"), "w") as file:
+                with open(os.path.join(args.dump, f"{name}.hlo.txt"), "w") as file:
                     file.write(text)
     record = {"device": args.device, "tp": args.tp, "shape": args.shape, "parts": parts}
     return record | {"programs": found}
@@ -134,6 +136,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=NAMES, default="qwen3.6-27b")
     parser.add_argument("--layers", type=int, help="cut the target to its first layers")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--programs", type=lambda text: text.split(","), default=["prefill", "chain", "tree"], metavar="NAMES",
+        help="which (default: prefill,chain,tree)",
+    )
     parser.add_argument("--context", type=int, default=32768, help="tokens a slot holds (default: 32768)")
     parser.add_argument("--batch", type=int, default=1, help="slots (default: 1)")
     parser.add_argument("--budget", type=int, default=63, help="nodes of the tree (default: 63)")

@@ -1,6 +1,7 @@
 """Models of a given shape with random weights, made where they will live: for benchmarks and compile checks."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,8 @@ def random_drafter(
     return _fill(abstract_drafter(config, dtype, mesh), seed)
 
 
-def _abstract(make, mesh: Mesh | None):  # type: ignore[no-untyped-def]
-    def joined(shards: int):  # type: ignore[no-untyped-def]
+def _abstract[M: nnx.Module](make: Callable[[int], M], mesh: Mesh | None) -> M:
+    def joined(shards: int) -> M:
         module = make(shards)
         join(module)
         return module
@@ -69,7 +70,9 @@ def _fill[M: nnx.Module](module: M, seed: int) -> M:
 
 
 @functools.cache
-def _maker(name: str, shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding | None):  # type: ignore[no-untyped-def]
+def _maker(
+    name: str, shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding | None
+) -> Callable[[int], Float[Array, "..."]]:
     """A compiled maker of one parameter, by the last part of its module's name."""
 
     def make(seed: int) -> Float[Array, "..."]:

@@ -268,12 +268,20 @@ def speculative_round(
     """
     taps: tuple[int, ...] = ()
     draft_scores = None
-    if spec.budget and isinstance(drafter, MTP):
+    if not spec.budget:
+        if state.taps is not None:
+            raise ValueError(
+                "a round without a tree would leave holes in the draft KV of a state that keeps taps"
+            )
+        tree = root_only_tree(state.anchor)
+    elif drafter is None:
+        raise ValueError("a round with a tree needs a drafter")
+    elif isinstance(drafter, MTP):
         with jax.named_scope("draft"):
             draft_kv, drafted, _ = draft_chain(target, drafter, state, spec)
             state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))
         tree = chain_tree(state.anchor, drafted)
-    elif spec.budget and isinstance(drafter, Drafter):
+    else:
         with jax.named_scope("draft"):
             draft_kv, logits = draft(target, drafter, state, spec)
             state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, draft_kv=draft_kv))
@@ -288,14 +296,6 @@ def speculative_round(
                 values, tokens = top_candidates(logits[:, :depths], k, target.vocabulary)
                 tree = grow_tree(state.anchor, values, tokens, spec.budget, spec.policy, length)
         taps = drafter.config.target_layer_ids
-    elif spec.budget:
-        raise ValueError("a round with a tree needs a drafter")
-    elif state.taps is not None:
-        raise ValueError(
-            "a round without a tree would leave holes in the draft KV of a state that keeps taps"
-        )
-    else:
-        tree = root_only_tree(state.anchor)
     with jax.named_scope("verify"):
         output = verify(target, state, tree, taps, spec)
         if spec.mtp:

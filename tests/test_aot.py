@@ -63,11 +63,28 @@ def test_representative_kernels_fit_the_a6000() -> None:
     assert summary["kernels"] == len(kernels)
     assert {kernel["name"] for kernel in kernels} == {
         "tree_attention", "tree_attention_merge", "gdn_tree_64", "gdn_commit", "gdn_chunk_prepare", "gdn_chunk_walk",
-        "gdn_front", "gdn_gated_norm",
+        "gdn_front", "gdn_gated_norm", "gdn_step", "add_norm",
     }  # fmt: skip
     for kernel in kernels:
         assert kernel["shared_bytes"] <= GPUS["a6000"].shared_memory
         assert 16 <= kernel["registers"] <= 255
+
+
+def test_a_whole_round_on_two_devices_compiles_and_is_held_to_its_limit(tmp_path: Path) -> None:
+    """The real check is that of 64 layers (`make gate`); one layer of each kind shows what it says."""
+    argv = ["-m", "benchmarks.whole_program", "--device", "a6000", "--tp", "2", "--layers", "4", "--context", "4096"]
+    argv += ["--programs", "chain", "--limit", "0.5", "--json", str(tmp_path / "found.json")]
+    done = subprocess.run([PYTHON, *argv], cwd=ROOT, text=True, capture_output=True, timeout=600, check=False)
+    assert done.returncode == 1 and "FAILED: 2 x a6000: at most" in done.stdout, (done.stdout, done.stderr)
+    found = json.loads((tmp_path / "found.json").read_text())
+    chain = found["programs"]["chain"]
+    assert set(chain["kernels"].values()) == {"pallas"}
+    # Two sums a layer, of target and drafter; two embeddings, fc and the normaliser, some of which travel together.
+    assert 2 * (4 + 5) + 3 <= chain["all-reduce"] <= 2 * (4 + 5) + 6
+    assert 0 < chain["all-gather"] <= 2
+    # Weights, drafter and caches are the arguments, to within alignment and small things.
+    parts = sum(found["parts"].values())
+    assert parts * 0.99 <= chain["arguments"] <= parts * 1.01
 
 
 def test_overflow_and_unnamed_spills_fail() -> None:

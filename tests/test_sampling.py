@@ -218,7 +218,7 @@ def bundled_texts(methods: tuple[str, ...], alone: bool) -> None:
 
 
 def test_bundled_pair_draws_one_text_a_seed() -> None:
-    bundled_texts(("ar", "dflash", "ddtree"), alone=False)
+    bundled_texts(("ar", "ddtree"), alone=False)
 
 
 @pytest.mark.slow
