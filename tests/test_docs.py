@@ -116,7 +116,7 @@ def test_flags_in_the_prose_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     known = parse_command("convert", ["a", "b"], monkeypatch) | parse_command(
         "dflash_jax.train", ["draft"], monkeypatch
     )
-    for module in ("dflash_jax.generate", "benchmarks.acceptance", "benchmarks.kernels", "benchmarks.round"):
+    for module in ("dflash_jax.generate", "benchmarks.acceptance", "benchmarks.kernels", "benchmarks.round", "benchmarks.whole_program"):
         known |= parse_command(module, [], monkeypatch)
     for page in [*DOCS, *CARDS]:
         for code in _INLINE.findall(_FENCE.sub("", page.read_text())):
