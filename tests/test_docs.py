@@ -116,7 +116,8 @@ def test_flags_in_the_prose_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     known = parse_command("convert", ["a", "b"], monkeypatch) | parse_command(
         "dflash_jax.train", ["draft"], monkeypatch
     )
-    for module in ("dflash_jax.generate", "benchmarks.acceptance", "benchmarks.kernels", "benchmarks.round", "benchmarks.whole_program"):
+    benchmarks = ("acceptance", "divergence", "kernels", "round", "whole_program")
+    for module in ("dflash_jax.generate", *(f"benchmarks.{name}" for name in benchmarks)):
         known |= parse_command(module, [], monkeypatch)
     for page in [*DOCS, *CARDS]:
         for code in _INLINE.findall(_FENCE.sub("", page.read_text())):
