@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,8 +54,9 @@ def _prefill_spec(spec: RoundSpec) -> RoundSpec:
     """What prefill reads of a spec: whether there is a drafter, not how it drafts. All trees share its program."""
     rule = sample if spec.rule is reject_and_resample else spec.rule  # without a draft they are the same
     return dataclasses.replace(
-        spec, budget=min(spec.budget, 1), block_size=1, policy=SpineFirst(), rule=rule, sampled_draft=False
-    )
+        spec, budget=min(spec.budget, 1), block_size=1, policy=SpineFirst(), rule=rule, sampled_draft=False,
+        ranks=False,
+    )  # fmt: skip
 
 
 def _sampling_spec(spec: RoundSpec, needs: SamplingNeeds | None, group: Sequence[SamplingParams]) -> RoundSpec:
@@ -90,6 +91,8 @@ class Engine:
       tokenizer: of the target's folder.
       max_model_len: longest prompt + generated text, in tokens.
       policy: the tree policy of method "ddtree"; assign another one to try it.
+      on_ranks: assign a function to have it called, where tokens are drafted, with a request's number and the ranks of
+        its next tokens (`tree.accepted_ranks`; the first token, of prefill, has none). Other programs then run.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class Engine:
         self.implementation: Implementation = implementation
         self.names = names
         self.policy: TreePolicy = SpineFirst()
+        self.on_ranks: Callable[[int, list[int]], None] | None = None
         self.programs = Programs(target, drafter, mesh, mtp)
         self._memory = memory
         self._states: dict[Any, DecodeState] = {}
@@ -150,8 +154,9 @@ class Engine:
         if method == "mtp":
             steps = params.mtp_steps
             return RoundSpec(
-                steps, steps + 1, SpineFirst(), context_pages=pages, implementation=self.implementation, mtp=True
-            )
+                steps, steps + 1, SpineFirst(), context_pages=pages, implementation=self.implementation, mtp=True,
+                ranks=self.on_ranks is not None,
+            )  # fmt: skip
         assert self.drafter is not None
         own = self.drafter.config.block_size
         block = params.block_size or own
@@ -169,6 +174,7 @@ class Engine:
             sampled_draft=params.draft_sampling == "probabilistic",
             context_pages=pages,
             implementation=self.implementation,
+            ranks=self.on_ranks is not None,
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -351,6 +357,8 @@ class Engine:
                     count = output.count[slot]
                     update = request.checker.push(output.tokens[slot, :count].tolist())
                     request.logprobs += _token_logprobs(output, slot, count, request.params.logprobs)
+                    if output.ranks is not None and self.on_ranks is not None:
+                        self.on_ranks(request.index, output.ranks[slot, :count].tolist())
                     request.histogram = histogram[slot]
                     if update.finish_reason is not None:
                         ended[slot] = True

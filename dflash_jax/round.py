@@ -30,6 +30,7 @@ from dflash_jax.tree import (
     Tree,
     TreePolicy,
     Walk,
+    accepted_ranks,
     ancestor_index,
     candidates_needed,
     chain_tree,
@@ -54,6 +55,7 @@ class RoundSpec:
       logprobs: whether rounds also return log-probabilities.
       context_pages: entries of the block tables that are read, a bound on the context of the XLA kernels.
       implementation: kernel choice.
+      ranks: whether rounds that draft also return which sibling was accepted at each depth.
       mtp: the target's own head drafts `budget` tokens, one after the other, instead of a drafter its block.
     """
 
@@ -66,6 +68,7 @@ class RoundSpec:
     context_pages: int | None = None
     implementation: Implementation = "auto"
     mtp: bool = False
+    ranks: bool = False
 
     @property
     def max_emitted(self) -> int:
@@ -151,11 +154,15 @@ def init_state(
 
 @struct.dataclass
 class RoundOutput:
-    """Tokens that one round (or one prefill) emitted; entries from `count` on mean nothing."""
+    """Tokens that one round (or one prefill) emitted; entries from `count` on mean nothing.
+
+    `ranks`, where the spec asks for them, are those of `tree.accepted_ranks`.
+    """
 
     tokens: Int[Array, "B D"]
     count: Int[Array, " B"]
     logprobs: TokenLogprobs | None = None
+    ranks: Int[Array, "B D"] | None = None
 
 
 def draft(
@@ -307,6 +314,8 @@ def speculative_round(
         walked = walk(tree, chosen)
     with jax.named_scope("commit"):
         state, emitted = commit_walk(state, output, walked, spec)
+    if spec.ranks and spec.budget:
+        emitted = dataclasses.replace(emitted, ranks=accepted_ranks(tree, walked))
     if spec.logprobs:
         on_path = logits[jnp.arange(logits.shape[0])[:, None], walked.path]
         on_path = target.vocabulary.gather(on_path)
@@ -346,12 +355,15 @@ def decode(
 
         tokens = append(output.tokens, fresh.tokens)
         logprobs = jax.tree.map(append, output.logprobs, fresh.logprobs)
-        return state, RoundOutput(tokens, output.count + fresh.count, logprobs), rounds + 1
+        ranks = jax.tree.map(append, output.ranks, fresh.ranks)
+        return state, RoundOutput(tokens, output.count + fresh.count, logprobs, ranks), rounds + 1
 
     empty = RoundOutput(tokens=jnp.zeros((slots, buffer), jnp.int32), count=jnp.zeros((slots,), jnp.int32))
     if spec.logprobs:
         logprobs = empty_logprobs(slots, buffer, target.config.vocab_size)
         empty = dataclasses.replace(empty, logprobs=logprobs)
+    if spec.ranks and spec.budget:
+        empty = dataclasses.replace(empty, ranks=jnp.zeros_like(empty.tokens))
     state, output, _ = jax.lax.while_loop(going, body, (state, empty, jnp.zeros((), jnp.int32)))
     return state, output
 

@@ -46,6 +46,7 @@ __all__ = [
     "Tree",
     "TreePolicy",
     "Walk",
+    "accepted_ranks",
     "ancestor_index",
     "build_tree",
     "candidates_needed",
@@ -250,6 +251,20 @@ def walk(tree: Tree, target_tokens: Int[Array, "B N"]) -> Walk:
     path = jnp.where(path >= 0, path, jnp.max(path, axis=1, keepdims=True))
     tokens = _take(target_tokens, path)
     return Walk(path=path, count=count, bonus=tokens[:, -1], tokens=tokens)
+
+
+def accepted_ranks(tree: Tree, walked: Walk) -> Int[Array, "B D"]:
+    """For each token that a walk emits, its row's place among its siblings, from 0; -1 from the bonus on.
+
+    Siblings are best first and a policy never skips one (it may only forbid a rank and all after it), so the place is
+    the token's rank in the drafter's distribution of that depth.
+    """
+    row = jnp.arange(tree.parents.shape[1], dtype=jnp.int32)
+    earlier = (tree.parents[:, :, None] == tree.parents[:, None, :]) & (row < row[:, None])
+    place = jnp.sum(earlier & tree.valid[:, None, :], axis=2, dtype=jnp.int32)
+    # Entry d of the path is the row of depth d, and token d was emitted by accepting the row of depth d + 1.
+    taken = jnp.pad(_take(place, walked.path[:, 1:]), ((0, 0), (0, 1)))
+    return jnp.where(jnp.arange(taken.shape[1]) < walked.count[:, None] - 1, taken, -1)
 
 
 def ancestor_index(parents: Int[Array, "B N"], k: int) -> Int[Array, "B N k"]:
