@@ -1,8 +1,10 @@
-"""Acceptance and speed of the methods on a prompt set: `python -m benchmarks.acceptance`.
+"""Acceptance and speed of the methods on prompt sets: `python -m benchmarks.acceptance`.
 
 All methods decode every prompt, one after the other (interleaved), each in one device loop after a warm-up that
-compiles everything. Greedy decoding in fp32 must give the same tokens for every method; in bf16 the number of prompts
-that part from autoregressive decoding is printed.
+compiles everything. A token's noise depends on seed, position and token alone, so in fp32 every method must give the
+same tokens at every temperature; in bf16 the number of prompts that part from the first method is printed (and
+`benchmarks.divergence` says whether rounding explains them). Which drafts were accepted is read from one more run of
+each method, which is not timed.
 """
 
 import argparse
@@ -16,43 +18,86 @@ from typing import Any
 import jax
 
 import dflash_jax
+from benchmarks.acceptance_plots import check_matplotlib, plot
+from benchmarks.accepted import Accepted, count_accepted
+from benchmarks.methods import parse_methods
+from benchmarks.prompt_sets import SET_NAMES, prompt_set
 from dflash_jax import Completion, Engine, SamplingParams, UserError
-from dflash_jax.loading import BUNDLED_PROMPTS
-from dflash_jax.prompts import encode_prompt, read_prompt_file
+from dflash_jax.prompts import encode_prompt
 from dflash_jax.repetition import repeated_ngram_share
+from dflash_jax.tree import BestFirst, SpineFirst, TreePolicy
+
+POLICIES: dict[str, TreePolicy] = {"spine": SpineFirst(), "best": BestFirst()}
 
 
-def parse_methods(text: str, base: SamplingParams) -> dict[str, SamplingParams]:
-    """`ar,dflash,ddtree:63` -> name -> parameters; a number after a colon is the tree budget."""
-    methods = {}
-    for name in text.split(","):
-        method, _, budget = name.partition(":")
-        if budget and not budget.isdigit():
-            raise UserError(f"--methods {name}: the tree budget after ':' must be a number")
-        changes: dict[str, Any] = {"method": method}
-        if budget:
-            changes["tree_budget"] = int(budget)
-        methods[name] = dataclasses.replace(base, **changes)
-    return methods
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A method with what else decides its drafts; `policy` matters to ddtree alone."""
+
+    params: SamplingParams
+    policy: TreePolicy = dataclasses.field(default_factory=SpineFirst)
+
+    def run(self, engine: Engine, prompts: list[list[int]], **changes: Any) -> list[Completion]:
+        """Decodes prompts with it."""
+        engine.policy = self.policy
+        return engine.generate(prompts, dataclasses.replace(self.params, **changes))
+
+
+def parse_temperatures(text: str) -> list[float]:
+    """`0,0.7,1` -> numbers."""
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--temperatures must be numbers separated by commas, found {text!r}") from None
+
+
+def parse_variants(methods: str, policies: str, base: SamplingParams) -> dict[str, Variant]:
+    """Every method, and every tree with every policy; a policy is named where there are several."""
+    names = policies.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise UserError(f"--policies {name}: must be one of {', '.join(POLICIES)}")
+    variants = {}
+    for method, params in parse_methods(methods, base).items():
+        if params.method != "ddtree":
+            variants[method] = Variant(params)
+            continue
+        for name in names:
+            variants[f"{method}/{name}" if len(names) > 1 else method] = Variant(params, POLICIES[name])
+    return variants
 
 
 def measure(
-    engine: Engine, prompts: list[list[int]], methods: dict[str, SamplingParams], batch: int, repeats: int
+    engine: Engine, prompts: list[list[int]], variants: dict[str, Variant], batch: int, repeats: int
 ) -> dict[str, list[list[Completion]]]:
     """Completions by method, then by repeat, then by prompt."""
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-    for params in methods.values():
-        engine.generate(groups[0], dataclasses.replace(params, max_new_tokens=2))
-        engine.generate(groups[0], params)
-    results: dict[str, list[list[Completion]]] = {name: [[] for _ in range(repeats)] for name in methods}
+    for variant in variants.values():
+        variant.run(engine, groups[0], max_new_tokens=2)
+        variant.run(engine, groups[0])
+    results: dict[str, list[list[Completion]]] = {name: [[] for _ in range(repeats)] for name in variants}
     for repeat in range(repeats):
         for group in groups:
-            for name, params in methods.items():
-                results[name][repeat] += engine.generate(group, params)
+            for name, variant in variants.items():
+                results[name][repeat] += variant.run(engine, group)
     return results
 
 
-def summarise(name: str, runs: list[list[Completion]], baseline: list[Completion] | None) -> dict[str, Any]:
+def accepted(engine: Engine, prompts: list[list[int]], variant: Variant) -> Accepted | None:
+    """Which drafts were accepted, from a run of programs that also return ranks; None where nothing is drafted."""
+    ranks: list[list[int]] = [[] for _ in prompts]
+    engine.on_ranks = lambda index, more: ranks[index].extend(more)
+    try:
+        completions = variant.run(engine, prompts)
+    finally:
+        engine.on_ranks = None
+    length = max(len(c.accepted_length_histogram) for c in completions) - 2
+    return count_accepted(ranks, length) if any(ranks) else None
+
+
+def summarise(
+    name: str, runs: list[list[Completion]], baseline: list[Completion] | None, drafts: Accepted | None
+) -> dict[str, Any]:
     """One method's figures: pooled over prompts, median over repeats."""
     completions = runs[0]
     rounds = sum(c.rounds for c in completions)
@@ -77,6 +122,10 @@ def summarise(name: str, runs: list[list[Completion]], baseline: list[Completion
         "tau": emitted / rounds if rounds else 0.0,
         "accepted_length_histogram": histogram,
         "share_of_rounds_reaching_depth": reached[1:],
+        "acceptance_by_depth": None if drafts is None else drafts.by_depth,
+        "acceptance_by_rank": None if drafts is None else drafts.by_rank,
+        "attempts_by_depth": None if drafts is None else drafts.attempts,
+        "taken_by_depth_and_rank": None if drafts is None else drafts.taken,
         "tokens_per_second": statistics.median(rates),
         "tokens_per_second_runs": rates,
         "milliseconds_per_round": 1e3
@@ -89,78 +138,129 @@ def summarise(name: str, runs: list[list[Completion]], baseline: list[Completion
     }
 
 
-def table(rows: list[dict[str, Any]], engine: Engine, batch: int) -> str:
-    """The figures as text."""
+def table(rows: list[dict[str, Any]], machine: str) -> str:
+    """The figures of one prompt set at one temperature as text."""
     first = rows[0]
     lines = [
         (
-            f"{first['prompts']} prompts, batch {batch}, {engine.device.device_kind}, {engine.target.dtype}, "
-            f"jax {jax.__version__}; tokens/s: a slot's, prefill and compilation left out"
+            f"{first['set']}: {first['prompts']} prompts, temperature {first['temperature']:g}, {machine}; "
+            "tokens/s: a slot's, prefill and compilation left out"
         ),
         (
-            f"{'method':12s} {'nodes':>5s} {'rounds':>7s} {'tau':>6s} {'ms/round':>9s} {'tokens/s':>9s} "
+            f"{'method':18s} {'nodes':>5s} {'rounds':>7s} {'tau':>6s} {'ms/round':>9s} {'tokens/s':>9s} "
             f"{'speed-up':>8s} {'same':>7s} {'8-grams':>8s}"
         ),
     ]
     for row in rows:
         same = row["same_tokens_as_first_method"]
         lines.append(
-            f"{row['method']:12s} {row['tree_budget']:5d} {row['rounds']:7d} {row['tau']:6.2f} "
+            f"{row['method']:18s} {row['tree_budget']:5d} {row['rounds']:7d} {row['tau']:6.2f} "
             f"{row['milliseconds_per_round']:9.3f} {row['tokens_per_second']:9.1f} "
             f"{row['tokens_per_second'] / first['tokens_per_second']:7.2f}x "
             f"{'-' if same is None else str(same) + '/' + str(row['prompts']):>7s} {100 * row['repeated_8grams']:7.2f}%"
         )
-    lines.append("share of rounds in which the walk reached a depth (1, 2, ...):")
-    for row in rows:
-        reached = row["share_of_rounds_reaching_depth"]
-        if any(reached):
-            lines.append(f"{row['method']:12s} " + " ".join(f"{share:.2f}" for share in reached))
+    drafting = [row for row in rows if row["acceptance_by_depth"]]
+    for title, key, form in (
+        (
+            "share of rounds in which the walk reached a depth (1, 2, ...):",
+            "share_of_rounds_reaching_depth",
+            "{:.2f}",
+        ),
+        (
+            "share of the rounds that could go a depth further (1, 2, ...) and did:",
+            "acceptance_by_depth",
+            "{:.2f}",
+        ),
+        ("share of the accepted drafts by their rank (0, 1, ...):", "acceptance_by_rank", "{:.3f}"),
+    ):
+        if drafting:
+            lines.append(title)
+        lines += [f"{row['method']:18s} " + " ".join(form.format(x) for x in row[key]) for row in drafting]
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.acceptance", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--model", help="target (default: the bundled pair)")
     parser.add_argument("--draft-model", help="its drafter")
-    parser.add_argument("--methods", default="ar,dflash,ddtree:63", help="default: %(default)s")
     parser.add_argument(
-        "--prompt-file", type=Path, default=BUNDLED_PROMPTS, help="as generate's (default: held-out prompts)"
+        "--methods", default="ar,dflash,ddtree:63", help="of ar, mtp[:STEPS], dflash, ddtree[:NODES|:auto]"
     )
-    parser.add_argument("--limit", type=int, help="only the first so many prompts")
+    parser.add_argument("--policies", default="spine", help=f"of the trees: {', '.join(POLICIES)}")
+    parser.add_argument("--temperatures", default="0", help="such as 0,0.7,1 (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--set", nargs="+", default=["heldout"], metavar="SET",
+        help=f"{', '.join(SET_NAMES)} or a prompt file (default: heldout)",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=int, help="only the first so many prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the raw figures there")
-    args = parser.parse_args(argv)
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures there (needs matplotlib)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measures and prints; returns the record that `--json` writes."""
+    temperatures = parse_temperatures(args.temperatures)
+    base = SamplingParams(max_new_tokens=args.max_new_tokens, seed=args.seed)
+    variants = {
+        t: parse_variants(args.methods, args.policies, dataclasses.replace(base, temperature=t))
+        for t in temperatures
+    }
+    entries = {name: prompt_set(name, args.limit) for name in args.set}
+    engine = dflash_jax.load(
+        args.model, args.draft_model, dtype=args.dtype, max_slots=args.batch, kernels=args.kernels
+    )
+    for variant in variants[temperatures[0]].values():
+        engine.method_of(variant.params)  # what cannot be served is said before hours of measuring
+    machine = f"batch {args.batch}, {engine.device.device_kind}, {engine.target.dtype}, jax {jax.__version__}"
+    record: dict[str, Any] = {
+        "settings": {key: str(value) for key, value in vars(args).items()},
+        "device": engine.device.device_kind,
+        "dtype": str(engine.target.dtype),
+        "model": engine.names[0],
+        "batch": args.batch,
+        "jax": jax.__version__,
+        "methods": [],
+    }
+    for name, prompts in entries.items():
+        ids = [encode_prompt(engine, entry, chat=None, system=None, thinking=None) for entry in prompts]
+        for temperature, methods in variants.items():
+            results = measure(engine, ids, methods, args.batch, args.repeats)
+            first = next(iter(methods))
+            rows = []
+            for method, variant in methods.items():
+                runs = results[method]
+                drafts = None if variant.params.method == "ar" else accepted(engine, ids, variant)
+                figures = summarise(method, runs, None if method == first else results[first][0], drafts)
+                rows.append({"set": name, "temperature": temperature} | figures)
+            print(table(rows, machine), flush=True)
+            record["methods"] += rows
+    return record
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    args = build_parser().parse_args(argv)
     try:
-        engine = dflash_jax.load(
-            args.model, args.draft_model, dtype=args.dtype, max_slots=args.batch, kernels=args.kernels
-        )
-        methods = parse_methods(args.methods, SamplingParams(max_new_tokens=args.max_new_tokens))
-        entries = read_prompt_file(str(args.prompt_file))[: args.limit]
-        prompts = [encode_prompt(engine, entry, chat=None, system=None, thinking=None) for entry in entries]
-        results = measure(engine, prompts, methods, args.batch, args.repeats)
+        if args.plots is not None:
+            check_matplotlib()
+        record = run(args)
+        if args.plots is not None:
+            for path in plot(record, args.plots):
+                print(f"wrote {path}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    names = list(methods)
-    rows = [
-        summarise(name, results[name], None if name == names[0] else results[names[0]][0]) for name in names
-    ]
-    print(table(rows, engine, args.batch))
     if args.json is not None:
-        settings = {key: str(value) for key, value in vars(args).items()}
-        record = {
-            "settings": settings,
-            "device": engine.device.device_kind,
-            "jax": jax.__version__,
-            "methods": rows,
-        }
         args.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0
 
