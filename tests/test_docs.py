@@ -116,7 +116,7 @@ def test_flags_in_the_prose_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     known = parse_command("convert", ["a", "b"], monkeypatch) | parse_command(
         "dflash_jax.train", ["draft"], monkeypatch
     )
-    benchmarks = ("acceptance", "divergence", "kernels", "round", "whole_program")
+    benchmarks = ("acceptance", "divergence", "kernels", "round")
     for module in ("dflash_jax.generate", *(f"benchmarks.{name}" for name in benchmarks)):
         known |= parse_command(module, [], monkeypatch)
     for page in [*DOCS, *CARDS]:
