@@ -57,9 +57,8 @@ def footprint(compiled: Any) -> Footprint:
     return Footprint(memory.argument_size_in_bytes, fresh, memory.temp_size_in_bytes)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Compiles every program and returns what was found."""
-    devices = describe(args.device, args.tp)
+def run(args: argparse.Namespace, devices: list[jax.Device]) -> dict[str, Any]:
+    """Compiles every program for the (described) devices and returns what was found."""
     target_config, drafter_config = configs(args.shape, args.layers)
     check_divides(target_config, drafter_config, args.tp)
     mesh = make_mesh(args.tp, devices)
@@ -152,7 +151,12 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_platforms", "cpu")
     try:
-        result = run(args)
+        devices = describe(args.device, args.tp)
+    except RuntimeError as error:
+        print(f"error: --device {args.device}: {error}; `make gate` has an environment with it", file=sys.stderr)
+        return 2
+    try:
+        result = run(args, devices)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

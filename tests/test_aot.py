@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,17 @@ def test_a_whole_round_on_two_devices_compiles_and_is_held_to_its_limit(tmp_path
     # Weights, drafter and caches are the arguments, to within alignment and small things.
     parts = sum(found["parts"].values())
     assert parts * 0.99 <= chain["arguments"] <= parts * 1.01
+
+
+@pytest.mark.skipif(find_spec("jax_cuda13_plugin") is not None, reason="this environment has the CUDA plug-in")
+@pytest.mark.parametrize("module", ["benchmarks.whole_program", "pallas_kernels.aot"])
+def test_without_the_plug_in_one_line_says_what_has_it(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--device", "a6000"], cwd=ROOT, text=True, capture_output=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and not done.stdout
+    assert len(done.stderr.splitlines()) == 1 and "make gate" in done.stderr
 
 
 def test_overflow_and_unnamed_spills_fail() -> None:
