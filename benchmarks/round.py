@@ -96,7 +96,7 @@ class Bench:
     """Models, programs and one state for each batch size."""
 
     def __init__(self, args: argparse.Namespace, mesh: Mesh | None):
-        self.args, self.mesh = args, mesh
+        self.args = args
         self.target_config, self.drafter_config = configs(args.shape, args.layers)
         check_divides(self.target_config, self.drafter_config, args.tp)
         dtype = jnp.dtype(args.dtype)
@@ -139,10 +139,7 @@ class Bench:
 
     def small(self, x: np.ndarray, dtype: Any = np.int32) -> jax.Array:
         """A replicated array of the state."""
-        x = x.astype(dtype)
-        if self.mesh is None:
-            return jnp.asarray(x)
-        return jax.device_put(x, jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
+        return self.programs.replicated(jnp.asarray(x, dtype))
 
     def spec(self, case: Case) -> RoundSpec:
         """The round of a case."""

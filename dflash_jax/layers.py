@@ -29,11 +29,13 @@ def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     return FP32 if dtype == jnp.float32 else None
 
 
-def _product(x: Float[Array, "... i"], weight: Float[Array, "o i"]) -> Float[Array, "... o"]:
-    """x Wᵀ in x's dtype; sums are fp32 inside (a bf16 result asks for no copy in fp32 on the way)."""
+def _product(
+    x: Float[Array, "... i"], weight: Float[Array, "o i"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "... o"]:
+    """x Wᵀ in `dtype`; sums are fp32 inside (a bf16 result asks for no copy in fp32 on the way)."""
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(
-        x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=x.dtype
+        x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=dtype
     )
 
 
@@ -60,7 +62,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Applies the map to the last axis, in x's dtype."""
         # Rounded before the sum: in bf16 half the bytes travel.
-        return psum(_product(x, self.weight[...]), self.shards)
+        return psum(_product(x, self.weight[...], x.dtype), self.shards)
 
 
 class Joined(nnx.Module):
@@ -72,7 +74,7 @@ class Joined(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """The maps' outputs side by side, in x's dtype."""
-        return _product(x, self.weight[...])
+        return _product(x, self.weight[...], x.dtype)
 
     def split(self, out: Float[Array, "... o"]) -> list[Float[Array, "... _"]]:
         """The output of each map."""
@@ -183,10 +185,7 @@ class Embedding(nnx.Module):
 
 def head_logits(weight: Float[Array, "V D"], hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """fp32 logits of (already normalised) hidden states."""
-    dims = (((hidden.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(
-        hidden, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=jnp.float32
-    )
+    return _product(hidden, weight, jnp.float32)
 
 
 def rope_frequencies(config: RopeConfig) -> tuple[Float[Array, " half"], float]:

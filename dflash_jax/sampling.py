@@ -12,8 +12,7 @@ values alone and not on how a vocabulary is ordered or divided.
 is a function of (s, p, token id) alone: not of the slot, of the other requests, of the tree, or of the round in which
 the position is decoded. Autoregressive, chain and tree decoding hence draw the same tokens.
 
-The vocabulary is reduced by `largest`, `total` and `best_token` only; tokens are looked up or counted by index in
-`penalised` and `at_token`. A version whose vocabulary is divided over devices replaces these.
+All of this sees whole vocabularies: where devices share one, the acceptance rules gather the logits first.
 """
 
 import dataclasses

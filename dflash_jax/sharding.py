@@ -2,9 +2,10 @@
 
 A program runs whole inside `jax.shard_map`: each device sees its own heads, its own slice of the MLPs and of the
 vocabulary, and the collectives are those written here and no others. A layer sums twice (after the mixer's and after
-the MLP's output projection), the embedding once, and the vocabulary is never gathered: argmax, log-normaliser and
-top-k are taken on each device's slice and then merged (Megatron-LM, arXiv 1909.08053, section 3). Everything else, the
-trees and all decode state without heads, is replicated and computed alike on every device.
+the MLP's output projection), the embedding once, and greedy decoding never gathers the vocabulary: argmax,
+log-normaliser and top-k are taken on each device's slice and then merged (Megatron-LM, arXiv 1909.08053, section 3).
+Sampling and log-probabilities gather logits once a round. Everything else, the trees and all decode state without
+heads, is replicated and computed alike on every device.
 """
 
 import dataclasses
