@@ -144,9 +144,16 @@ class Programs:
         return self.compiled[key]
 
     def init(
-        self, drafter: DrafterConfig | None, slots: int, capacity: int, page_size: int, *, mtp_steps: int = 0
+        self,
+        drafter: DrafterConfig | None,
+        slots: int,
+        capacity: int,
+        page_size: int,
+        *,
+        mtp_steps: int = 0,
+        abstract: bool = False,
     ) -> DecodeState:
-        """See `round.init_state`; every device makes its own part."""
+        """See `round.init_state`; every device makes its own part. An abstract one is enough to compile for."""
         config, dtype = self._config, self._dtype
 
         def make() -> DecodeState:
@@ -155,8 +162,14 @@ class Programs:
             )
 
         if self._mesh is None:
-            return make()
-        return jax.jit(make, out_shardings=named(self._mesh, state_specs(jax.eval_shape(make))))()
+            return jax.eval_shape(make) if abstract else make()
+        shapes = jax.eval_shape(make)
+        shardings = named(self._mesh, state_specs(shapes))
+        if abstract:
+            return jax.tree.map(
+                lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings
+            )
+        return jax.jit(make, out_shardings=shardings)()
 
     def kernels(self, *specs: RoundSpec) -> dict[str, str]:
         """Op -> implementation in the programs compiled for `specs`; "pallas+xla" where its calls differ."""
