@@ -3,7 +3,7 @@
 A controller weighs the tokens that a round of each bucket (budget) should emit against its seconds on this device, as
 measured. It decides between bursts of rounds, on the host, so every bucket is a static program of its own and
 a burst pays nothing for the choice. All that it reads is alike in every process of a run: the curve is the first
-process's, and the rest follows from tokens.
+process's, and the rest follows from tokens. A run of one process also corrects the curve as it goes.
 
 **Tokens.** Trees of one policy are nested, so a round of budget b shows exactly what each smaller budget would have
 emitted in its place (`round.Evidence`). Realised tokens of the last rounds are joined with what the drafter's prefix
@@ -110,11 +110,12 @@ class BudgetController:
     """Chooses the bucket of the next burst of rounds; one for each compiled shape, kept between requests.
 
     Attributes:
-      curve: seconds of a round; assign another one to force a choice.
+      curve: seconds of a round, corrected as bursts are timed; assign another one to force a choice.
     """
 
     def __init__(self, curve: LatencyCurve):
         self.curve = curve
+        self._load = 1.0  # by how much all rounds are slower now than the curve says
         size = len(curve.buckets)
         self._short, self._long = _Sums.empty(size), _Sums.empty(size)
         self._stale = np.ones(size, bool)  # not shown by the newest evidence
@@ -189,6 +190,18 @@ class BudgetController:
         risk = SURPRISE * FIRST_BURST * (self.curve.seconds[1] - self.curve.seconds[0])
         return risk > HOST_SECONDS and float(self._short.rounds[1]) < 4 * FIRST_BURST
 
+    def timed(self, index: int, seconds: float) -> None:
+        """Corrects the curve by the seconds that a round of a burst took.
+
+        What differs from the curve is part a load of the machine, which concerns all buckets, and part an error of this
+        one; each takes its share, and as buckets alternate the errors vanish.
+        """
+        surprise = float(np.clip(seconds / self.curve.seconds[index] / self._load, 0.5, 2.0)) ** 0.2
+        self._load *= surprise
+        corrected = list(self.curve.seconds)
+        corrected[index] *= surprise
+        self.curve = LatencyCurve(self.curve.buckets, tuple(corrected))
+
     def observe(self, index: int, evidence: Evidence) -> None:
         """Takes in what a burst has shown.
 
@@ -219,12 +232,12 @@ def measure_curve(
       page_size: tokens a page.
 
     Returns:
-      The state, and the fastest of five runs each. Of several processes all get the first one's.
+      The state, and the median of three runs each. Of several processes all get the first one's.
     """
     slots, width = state.block_tables.shape
     room = width * page_size // 2
     on_cpu = jax.devices()[0].platform == "cpu"
-    rounds = min(2 if on_cpu else LONGEST_BURST, max(room // specs[-1].block_size, 1))
+    drafting = min(2 * FIRST_BURST if on_cpu else LONGEST_BURST, max(room // specs[-1].block_size, 1))
     busy = {
         "block_tables": np.arange(slots * width, dtype=np.int32).reshape(slots, width),
         "lengths": np.full((slots,), room, np.int32),
@@ -234,9 +247,11 @@ def measure_curve(
         "stop_ids": np.full(state.stop_ids.shape, -1, np.int32),
     }
     runs = []
-    for _ in range(6):  # the first one warms up
+    for _ in range(4):  # the first one warms up
         row = []
         for spec in specs:
+            # A burst without drafts begins with the context of the last one, so it has its whole length here.
+            rounds = drafting if spec.budget else min(LONGEST_BURST, spec.block_size)
             # Anew for each: donated buffers must not be shared.
             fields = programs.replicated({name: jnp.array(value) for name, value in busy.items()})
             state = jax.block_until_ready(dataclasses.replace(state, **fields))
@@ -246,7 +261,7 @@ def measure_curve(
             state = jax.block_until_ready(result[0])
             row.append((time.perf_counter() - start) / rounds)
         runs.append(row)
-    seconds = np.min(np.asarray(runs[1:], np.float32), axis=0)
+    seconds = np.median(np.asarray(runs[1:], np.float32), axis=0)
     if jax.process_count() > 1:
         seconds = multihost_utils.broadcast_one_to_all(seconds)
     state = dataclasses.replace(state, active=programs.replicated(jnp.zeros((slots,), bool)))

@@ -32,6 +32,8 @@ Prompt = str | Sequence[int]
 
 # Tokens a slot that one burst of rounds can hand to the host.
 BURST_TOKENS = 256
+# Rounds of a burst whose time says how long a round takes, and not how long a call takes.
+SHORTEST_TIMED = 4
 
 
 @dataclasses.dataclass
@@ -51,11 +53,12 @@ class _Running:
     first_token: float = 0.0
     finished: float = 0.0
 
-    def count_rounds(self, budget: int, histogram: np.ndarray) -> None:
-        """Takes in the slot's histogram after a burst of this budget."""
-        before = 0 if self.histogram is None else self.histogram.sum()
-        self.budgets[budget] = self.budgets.get(budget, 0) + int(histogram.sum() - before)
+    def count_rounds(self, budget: int, histogram: np.ndarray) -> int:
+        """Takes in the slot's histogram after a burst of this budget; returns its rounds."""
+        rounds = int(histogram.sum()) - (0 if self.histogram is None else int(self.histogram.sum()))
+        self.budgets[budget] = self.budgets.get(budget, 0) + rounds
         self.histogram = histogram
+        return rounds
 
 
 def _prefill_spec(spec: RoundSpec) -> RoundSpec:
@@ -361,11 +364,15 @@ class Engine:
 
         waiting = collections.deque(group)
         running: dict[int, _Running] = {}
-        flying: collections.deque[tuple[dict[int, _Running], RoundOutput, jax.Array, int]] = collections.deque()
+        flying: collections.deque[tuple[dict[int, _Running], RoundOutput, jax.Array, int, float]] = collections.deque()
+        # A burst's seconds mean something where nobody waits for the host; and processes must not choose differently.
+        timing = may_time = burst > 1 and jax.process_count() == 1
+        ready = 0.0  # when the device had finished its last burst
         while waiting or running or flying:
             while waiting and len(running) < slots:
                 slot = next(s for s in range(slots) if s not in running)
                 request = waiting.popleft()
+                timing = may_time and not flying  # a prompt delays what is in flight
                 request.pages = pool.allocate(len(request.prompt) + request.limit)
                 state, first = self._prefill(state, slot, request, spec, needs)
                 update = request.checker.push(first)
@@ -384,11 +391,12 @@ class Engine:
                 result = self.programs.decode(state, min(burst, length), specs[index], buffer)
                 assert result is not None
                 state, (output, histogram) = result
-                flying.append((dict(running), output, histogram, index))
+                flying.append((dict(running), output, histogram, index, time.perf_counter()))
                 wait = controller is not None and index > 0 and controller.unsure()
             if flying and (len(flying) > 1 or not running or wait):
-                owners, output, histogram, index = flying.popleft()
+                owners, output, histogram, index, begun = flying.popleft()
                 output, histogram = jax.device_get((output, histogram))
+                begun, ready, rounds = max(begun, ready), time.perf_counter(), 0
                 if controller is not None and output.evidence is not None:
                     controller.observe(index, output.evidence)
                 ended = np.zeros((slots,), bool)
@@ -400,7 +408,7 @@ class Engine:
                     request.logprobs += _token_logprobs(output, slot, count, request.params.logprobs)
                     if output.ranks is not None and self.on_ranks is not None:
                         self.on_ranks(request.index, output.ranks[slot, :count].tolist())
-                    request.count_rounds(specs[index].budget, histogram[slot])
+                    rounds = max(rounds, request.count_rounds(specs[index].budget, histogram[slot]))
                     if update.finish_reason is not None:
                         ended[slot] = True
                         del running[slot]
@@ -409,6 +417,9 @@ class Engine:
                         yield request.index, self._chunk(request, update, spec, compiled_before)
                 if ended.any():
                     state = self.programs.release(state, ended)
+                if timing and rounds >= SHORTEST_TIMED and controller is not None:
+                    controller.timed(index, (ready - begun) / rounds)
+                timing = may_time
         self._states[self._state_key(slots, capacity, spec)] = state
 
     def _chunk(self, request: _Running, update: StopUpdate, spec: RoundSpec, compiled_before: float) -> Chunk:

@@ -128,6 +128,16 @@ def test_bursts_grow_while_the_choice_stays():
     assert lengths[0] < LONGEST_BURST == lengths[-1]
 
 
+def test_a_wrong_curve_is_corrected_and_a_busy_machine_is_not_taken_for_one():
+    controller = BudgetController(LatencyCurve(BUCKETS, CPU_LIKE))
+    for step in range(400):  # bucket 2 really takes twice what was measured, on a machine that is now 3 times slower
+        index = step // 4 % 4
+        controller.timed(index, 3 * CPU_LIKE[index] * (2 if index == 2 else 1))
+    seconds = np.asarray(controller.curve.seconds) / controller.curve.seconds[0]
+    np.testing.assert_allclose(seconds, [1, 3, 8, 6], rtol=0.1)
+    assert share(settle(controller, [1, 3.9, 6.0, 5.9]), 1) > 0.85
+
+
 # ---------------------------------------------------------------- in the engine
 
 
@@ -156,12 +166,16 @@ class Forced(BudgetController):
         super().__init__(LatencyCurve(BUCKETS, (1.0,) * len(BUCKETS)))
         self.plan = itertools.cycle([(3, 2), (0, 3), (1, 1), (0, 8), (0, 8), (2, 2), (3, 1)])
         self.seen: list[tuple[int, Evidence]] = []
+        self.times: list[tuple[int, float]] = []
 
     def next(self) -> tuple[int, int]:
         return next(self.plan)
 
     def unsure(self) -> bool:
         return False
+
+    def timed(self, index: int, seconds: float) -> None:
+        self.times.append((index, seconds))
 
     def observe(self, index: int, evidence: Evidence) -> None:
         self.seen.append((index, evidence))
