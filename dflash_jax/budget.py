@@ -30,11 +30,13 @@ from dflash_jax.round import DecodeState, Evidence, RoundSpec
 # What one round weighs after the next one, for the text at hand and for what is kept over requests.
 SHORT_MEMORY, LONG_MEMORY = 0.9, 0.995
 # Rounds that the calibrated prediction counts as, against realised tokens.
-PREDICTION_WEIGHT = 4.0
+PREDICTION_WEIGHT = 2.0
 # Tokens that the uncalibrated prediction counts as, before anything has come true.
 TRUST = 4.0
 # A tree of the next bucket, never tried, is hoped to emit so many times the tokens.
 HOPE = 1.2
+# Drafting must promise so many times the autoregressive rate: being wrong costs more on that side.
+MARGIN = 1.1
 # Share of the decoding time that trying other buckets may cost.
 EXPLORATION = 0.01
 # Seconds that a device idles if the host waits for its results, and how often a new text is not worth drafting for.
@@ -67,13 +69,15 @@ class LatencyCurve:
 
 
 def choose(curve: LatencyCurve, tokens: Sequence[float] | np.ndarray) -> int:
-    """Index of the bucket that emits most tokens a second; the smallest of equals.
+    """Index of the bucket that emits most tokens a second, 0 unless another gains by `MARGIN`; the smallest of equals.
 
     Args:
       curve: seconds of a round.
       tokens: expected tokens of a round, a bucket.
     """
-    return int(np.argmax(np.asarray(tokens) / np.asarray(curve.seconds)))
+    rates = np.asarray(tokens) / np.asarray(curve.seconds)
+    rates[0] *= MARGIN
+    return int(np.argmax(rates))
 
 
 @dataclasses.dataclass
