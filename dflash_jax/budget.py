@@ -28,7 +28,7 @@ from dflash_jax.programs import Programs
 from dflash_jax.round import DecodeState, Evidence, RoundSpec
 
 # What one round weighs after the next one, for the text at hand and for what is kept over requests.
-SHORT_MEMORY, LONG_MEMORY = 0.9, 0.995
+SHORT_MEMORY, LONG_MEMORY = 0.9, 0.98
 # Rounds that the calibrated prediction counts as, against realised tokens.
 PREDICTION_WEIGHT = 2.0
 # Tokens that the uncalibrated prediction counts as, before anything has come true.
@@ -41,8 +41,8 @@ MARGIN = 1.1
 EXPLORATION = 0.01
 # Seconds that a device idles if the host waits for its results, and how often a new text is not worth drafting for.
 HOST_SECONDS, SURPRISE = 5e-4, 0.1
-# Rounds a burst: first or when trying, and at most.
-FIRST_BURST, LONGEST_BURST = 2, 16
+# Rounds a burst: first or when trying, and at most, with drafts and without.
+FIRST_BURST, LONGEST_BURST, LONGEST_PLAIN_BURST = 2, 16, 64
 
 
 def buckets_of(block_size: int, on_cpu: bool) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ class BudgetController:
             if best != self._last or self._fresh:
                 self._burst = FIRST_BURST if self.unsure() else 4 * FIRST_BURST
             index, rounds, self._last = best, self._burst, best
-            self._burst = min(2 * self._burst, LONGEST_BURST)
+            self._burst = min(2 * self._burst, LONGEST_BURST if best else LONGEST_PLAIN_BURST)
         if index == 0:  # nothing new on drafts, and what is known grows old
             self._short.weaken(SHORT_MEMORY**rounds)
             self._stale[:] = True

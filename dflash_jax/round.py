@@ -390,19 +390,14 @@ def decode(
     """
     width = spec.max_emitted
     slots = state.anchor.shape[0]
-    if spec.buckets and not spec.budget:
-        # Rounds without a draft leave their taps to the next one; the state has room for so many once it is empty.
-        assert isinstance(drafter, Drafter) and state.taps is not None
-        max_rounds = jnp.minimum(max_rounds, state.taps.shape[1])
-        cache = dataclasses.replace(state.cache, draft_kv=write_context(drafter, state))
-        state = dataclasses.replace(state, cache=cache, num_taps=jnp.zeros_like(state.num_taps))
+    Carry = tuple[DecodeState, RoundOutput, Array]
 
-    def going(carry: tuple[DecodeState, RoundOutput, Array]) -> Array:
+    def going(carry: Carry, limit: Array) -> Array:
         state, output, rounds = carry
         fits = jnp.max(output.count) + width <= buffer
-        return jnp.any(state.active) & (rounds < max_rounds) & fits
+        return jnp.any(state.active) & (rounds < limit) & fits
 
-    def body(carry: tuple[DecodeState, RoundOutput, Array]) -> tuple[DecodeState, RoundOutput, Array]:
+    def body(carry: Carry) -> Carry:
         state, output, rounds = carry
         state, fresh = speculative_round(target, drafter, state, spec)
         order = jnp.arange(width)
@@ -426,7 +421,24 @@ def decode(
     if spec.buckets and spec.budget:
         sums = jnp.zeros((slots, len(spec.buckets)), jnp.float32)
         empty = dataclasses.replace(empty, evidence=Evidence(jnp.zeros((slots,), jnp.int32), sums, sums))
-    state, output, _ = jax.lax.while_loop(going, body, (state, empty, jnp.zeros((), jnp.int32)))
+
+    def repeat(carry: Carry, limit: Array) -> Carry:
+        return jax.lax.while_loop(lambda c: going(c, limit), body, carry)
+
+    def stretch(carry: Carry) -> Carry:
+        """Rounds without a draft leave their taps to the next one; once written, there is room for so many more."""
+        state, output, rounds = carry
+        assert isinstance(drafter, Drafter) and state.taps is not None
+        room = state.taps.shape[1]
+        cache = dataclasses.replace(state.cache, draft_kv=write_context(drafter, state))
+        state = dataclasses.replace(state, cache=cache, num_taps=jnp.zeros_like(state.num_taps))
+        return repeat((state, output, rounds), jnp.minimum(rounds + room, max_rounds))
+
+    start = (state, empty, jnp.zeros((), jnp.int32))
+    if spec.buckets and not spec.budget:
+        state, output, _ = jax.lax.while_loop(lambda c: going(c, max_rounds), stretch, start)
+    else:
+        state, output, _ = repeat(start, max_rounds)
     return state, output
 
 

@@ -165,7 +165,7 @@ class Forced(BudgetController):
 
     def __init__(self):
         super().__init__(LatencyCurve(BUCKETS, (1.0,) * len(BUCKETS)))
-        self.plan = itertools.cycle([(3, 2), (0, 3), (1, 1), (0, 8), (0, 8), (2, 2), (3, 1)])
+        self.plan = itertools.cycle([(3, 2), (0, 3), (1, 1), (0, 3), (0, 10), (2, 2), (3, 1)])
         self.seen: list[tuple[int, Evidence]] = []
         self.times: list[tuple[int, float]] = []
 
@@ -205,7 +205,7 @@ def test_tokens_are_autoregressive_while_buckets_change(forced: Forced, batch: i
 
 def test_autoregressive_rounds_leave_the_drafters_context_as_trees_do(forced: Forced):
     """Drafts after a switch are those of an engine that never switched: the same rounds come out."""
-    forced.plan = itertools.chain([(0, 8), (0, 5)], itertools.repeat((3, 100)))
+    forced.plan = itertools.chain([(0, 2), (0, 11)], itertools.repeat((3, 100)))
     prompt = prompts()[1]
     engine().generate([prompt], dataclasses.replace(AUTO, max_new_tokens=30))
     switched = forced.seen[0][1]
