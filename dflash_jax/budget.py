@@ -161,7 +161,8 @@ class BudgetController:
         index, rounds = self._trial(best, tokens), FIRST_BURST
         if index is None:
             if best != self._last or self._fresh:
-                self._burst = FIRST_BURST if self.unsure() else 4 * FIRST_BURST
+                drafting = FIRST_BURST if self.unsure() else 4 * FIRST_BURST
+                self._burst = drafting if best else LONGEST_BURST  # a plain round has nothing to tell
             index, rounds, self._last = best, self._burst, best
             self._burst = min(2 * self._burst, LONGEST_BURST if best else LONGEST_PLAIN_BURST)
         if index == 0:  # nothing new on drafts, and what is known grows old
@@ -169,7 +170,7 @@ class BudgetController:
             self._stale[:] = True
         self._fresh = False
         self._since_trial += rounds
-        self._credit = min(self._credit + EXPLORATION * rounds * seconds[index], LONGEST_BURST * max(seconds))
+        self._credit = min(self._credit + EXPLORATION * rounds * seconds[index], FIRST_BURST * seconds[1])
         return index, rounds
 
     def _trial(self, best: int, tokens: np.ndarray) -> int | None:
