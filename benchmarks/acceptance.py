@@ -108,6 +108,10 @@ def summarise(
         for i in range(width)
     ]
     reached = [sum(histogram[depth + 1 :]) / rounds if rounds else 0.0 for depth in range(width - 1)]
+    budgets: dict[int, int] = {}
+    for c in completions:
+        for nodes, count in c.tree_budgets.items():
+            budgets[nodes] = budgets.get(nodes, 0) + count
     rates = [sum(c.completion_tokens - 1 for c in run) / sum(c.decode_seconds for c in run) for run in runs]
     same = (
         None
@@ -116,7 +120,8 @@ def summarise(
     )
     return {
         "method": name,
-        "tree_budget": completions[0].tree_budget,
+        "tree_budget": max(budgets, key=lambda nodes: budgets[nodes], default=completions[0].tree_budget),
+        "tree_budgets": {nodes: budgets[nodes] for nodes in sorted(budgets)},
         "rounds": rounds,
         "tokens": emitted,
         "tau": emitted / rounds if rounds else 0.0,
@@ -159,6 +164,10 @@ def table(rows: list[dict[str, Any]], machine: str) -> str:
             f"{row['tokens_per_second'] / first['tokens_per_second']:7.2f}x "
             f"{'-' if same is None else str(same) + '/' + str(row['prompts']):>7s} {100 * row['repeated_8grams']:7.2f}%"
         )
+    for row in rows:
+        if len(row["tree_budgets"]) > 1:
+            taken = ", ".join(f"{count} of {nodes}" for nodes, count in row["tree_budgets"].items())
+            lines.append(f"{row['method']}: rounds by nodes: {taken}")
     drafting = [row for row in rows if row["acceptance_by_depth"]]
     for title, key, form in (
         (

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflash_jax.acceptance import greedy, reject_and_resample, sample
+from dflash_jax.budget import BudgetController, buckets_of, measure_curve
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
 from dflash_jax.memory_plan import MemoryPlanner, context_capacity, power_of_two
@@ -31,6 +32,8 @@ Prompt = str | Sequence[int]
 
 # Tokens a slot that one burst of rounds can hand to the host.
 BURST_TOKENS = 256
+# Rounds of a burst whose time says how long a round takes, and not how long a call takes.
+SHORTEST_TIMED = 4
 
 
 @dataclasses.dataclass
@@ -44,10 +47,18 @@ class _Running:
     limit: int
     pages: list[int] = dataclasses.field(default_factory=list)
     histogram: np.ndarray | None = None
+    budgets: dict[int, int] = dataclasses.field(default_factory=dict)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     admitted: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
+
+    def count_rounds(self, budget: int, histogram: np.ndarray) -> int:
+        """Takes in the slot's histogram after a burst of this budget; returns its rounds."""
+        rounds = int(histogram.sum()) - (0 if self.histogram is None else int(self.histogram.sum()))
+        self.budgets[budget] = self.budgets.get(budget, 0) + rounds
+        self.histogram = histogram
+        return rounds
 
 
 def _prefill_spec(spec: RoundSpec) -> RoundSpec:
@@ -55,8 +66,13 @@ def _prefill_spec(spec: RoundSpec) -> RoundSpec:
     rule = sample if spec.rule is reject_and_resample else spec.rule  # without a draft they are the same
     return dataclasses.replace(
         spec, budget=min(spec.budget, 1), block_size=1, policy=SpineFirst(), rule=rule, sampled_draft=False,
-        ranks=False,
+        ranks=False, buckets=(),
     )  # fmt: skip
+
+
+def _rounds_of(spec: RoundSpec) -> list[RoundSpec]:
+    """The rounds that requests of this spec may use, by bucket; the spec alone where the budget is fixed."""
+    return [dataclasses.replace(spec, budget=b) for b in spec.buckets] or [spec]
 
 
 def _sampling_spec(spec: RoundSpec, needs: SamplingNeeds | None, group: Sequence[SamplingParams]) -> RoundSpec:
@@ -122,7 +138,6 @@ class Engine:
         self.device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         on_cpu = self.device.platform == "cpu"
         self.prefill_chunk = prefill_chunk or (128 if on_cpu else 512)
-        self.default_budget = 31 if on_cpu else 63
         self.implementation: Implementation = implementation
         self.names = names
         self.policy: TreePolicy = SpineFirst()
@@ -130,6 +145,7 @@ class Engine:
         self.programs = Programs(target, drafter, mesh, mtp)
         self._memory = memory
         self._states: dict[Any, DecodeState] = {}
+        self._controllers: dict[Any, BudgetController] = {}
 
     # ---------------------------------------------------------------- requests
 
@@ -158,6 +174,7 @@ class Engine:
                 ranks=self.on_ranks is not None,
             )  # fmt: skip
         assert self.drafter is not None
+        buckets: tuple[int, ...] = ()
         own = self.drafter.config.block_size
         block = params.block_size or own
         if block > own:
@@ -165,7 +182,9 @@ class Engine:
         if method == "dflash":
             budget, policy = block - 1, SpineFirst()
         else:
-            budget = self.default_budget if params.tree_budget == "auto" else params.tree_budget
+            if params.tree_budget == "auto":
+                buckets = buckets_of(block, self.device.platform == "cpu")
+            budget = buckets[-1] if params.tree_budget == "auto" else params.tree_budget
             policy = self.policy
         return RoundSpec(
             budget,
@@ -175,6 +194,7 @@ class Engine:
             context_pages=pages,
             implementation=self.implementation,
             ranks=self.on_ranks is not None,
+            buckets=buckets,
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -274,6 +294,18 @@ class Engine:
             drafter, slots, capacity, self.page_size, mtp_steps=spec.budget if spec.mtp else 0
         )
 
+    def _controller(
+        self, state: DecodeState, specs: list[RoundSpec], buffer: int
+    ) -> tuple[DecodeState, BudgetController]:
+        """What chooses between these rounds on a state of this shape; times each of them if it is the first."""
+        key = (specs[0], *state.block_tables.shape)
+        if key not in self._controllers:
+            start = time.perf_counter()
+            state, curve = measure_curve(self.programs, state, specs, buffer, self.page_size)
+            self._controllers[key] = BudgetController(curve)
+            self.programs.compile_seconds += time.perf_counter() - start
+        return state, self._controllers[key]
+
     def _prefill(
         self, state: DecodeState, slot: int, request: _Running, spec: RoundSpec, needs: SamplingNeeds | None
     ) -> tuple[DecodeState, list[int]]:
@@ -323,33 +355,50 @@ class Engine:
             burst = 1 if any(r.params.stop for r in group) else buffer
         padding = [0] * self.prefill_chunk
         self.programs.prefill(state, 0, padding, 1, True, _prefill_spec(spec), compile_only=True)
-        self.programs.decode(state, burst, spec, buffer, compile_only=True)
+        specs = _rounds_of(spec)
+        for one in specs:
+            self.programs.decode(state, burst, one, buffer, compile_only=True)
+        controller = None
+        if spec.buckets:
+            state, controller = self._controller(state, specs, buffer)
 
         waiting = collections.deque(group)
         running: dict[int, _Running] = {}
-        flying: collections.deque[tuple[dict[int, _Running], RoundOutput, jax.Array]] = collections.deque()
+        flying: collections.deque[tuple[dict[int, _Running], RoundOutput, jax.Array, int, float]] = collections.deque()
+        # A burst's seconds mean something where nobody waits for the host; and processes must not choose differently.
+        timing = may_time = burst > 1 and jax.process_count() == 1
+        ready = 0.0  # when the device had finished its last burst
         while waiting or running or flying:
             while waiting and len(running) < slots:
                 slot = next(s for s in range(slots) if s not in running)
                 request = waiting.popleft()
+                timing = may_time and not flying  # a prompt delays what is in flight
                 request.pages = pool.allocate(len(request.prompt) + request.limit)
                 state, first = self._prefill(state, slot, request, spec, needs)
                 update = request.checker.push(first)
                 if update.finish_reason is None:
                     running[slot] = request
+                    if controller is not None:
+                        controller.new_request(slots)
                 else:
                     # Stopped by what only the host sees (a stop string): the device must not go on in pages given back.
                     state = self.programs.release(state, np.arange(slots) == slot)
                     pool.release(request.pages)
                 yield request.index, self._chunk(request, update, spec, compiled_before)
+            wait = False
             if running:
-                result = self.programs.decode(state, burst, spec, buffer)
+                index, length = (0, burst) if controller is None else controller.next()
+                result = self.programs.decode(state, min(burst, length), specs[index], buffer)
                 assert result is not None
                 state, (output, histogram) = result
-                flying.append((dict(running), output, histogram))
-            if flying and (len(flying) > 1 or not running):
-                owners, output, histogram = flying.popleft()
+                flying.append((dict(running), output, histogram, index, time.perf_counter()))
+                wait = controller is not None and index > 0 and controller.unsure()
+            if flying and (len(flying) > 1 or not running or wait):
+                owners, output, histogram, index, begun = flying.popleft()
                 output, histogram = jax.device_get((output, histogram))
+                begun, ready, rounds = max(begun, ready), time.perf_counter(), 0
+                if controller is not None and output.evidence is not None:
+                    controller.observe(index, output.evidence)
                 ended = np.zeros((slots,), bool)
                 for slot, request in owners.items():
                     if running.get(slot) is not request:
@@ -359,7 +408,7 @@ class Engine:
                     request.logprobs += _token_logprobs(output, slot, count, request.params.logprobs)
                     if output.ranks is not None and self.on_ranks is not None:
                         self.on_ranks(request.index, output.ranks[slot, :count].tolist())
-                    request.histogram = histogram[slot]
+                    rounds = max(rounds, request.count_rounds(specs[index].budget, histogram[slot]))
                     if update.finish_reason is not None:
                         ended[slot] = True
                         del running[slot]
@@ -368,6 +417,9 @@ class Engine:
                         yield request.index, self._chunk(request, update, spec, compiled_before)
                 if ended.any():
                     state = self.programs.release(state, ended)
+                if timing and rounds >= SHORTEST_TIMED and controller is not None:
+                    controller.timed(index, (ready - begun) / rounds)
+                timing = may_time
         self._states[self._state_key(slots, capacity, spec)] = state
 
     def _chunk(self, request: _Running, update: StopUpdate, spec: RoundSpec, compiled_before: float) -> Chunk:
@@ -395,14 +447,15 @@ class Engine:
             rounds=rounds,
             mean_accepted_length=emitted / rounds if rounds else 0.0,
             accepted_length_histogram=[int(n) for n in histogram],
-            tree_budget=spec.budget,
+            tree_budget=max(request.budgets, key=lambda nodes: request.budgets[nodes], default=spec.budget),
+            tree_budgets=dict(sorted(request.budgets.items())),
             prefill_seconds=request.first_token - request.admitted,
             decode_seconds=seconds,
             compile_seconds=self.programs.compile_seconds - compiled_before,
             tokens_per_second=(len(ids) - 1) / seconds if len(ids) > 1 and seconds > 0 else 0.0,
             device=self.device.device_kind,
             dtype=str(jnp.dtype(self.target.dtype)),
-            kernels=self.programs.kernels(spec, _prefill_spec(spec)),
+            kernels=self.programs.kernels(*_rounds_of(spec), _prefill_spec(spec)),
             model=self.names[0],
             draft_model=self.names[1] if spec.budget and not spec.mtp else None,
             seed=request.params.seed,

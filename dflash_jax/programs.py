@@ -109,7 +109,7 @@ class Programs:
 
     def _drafter_of(self, spec: RoundSpec) -> Any:
         """Weights of what drafts in this round; None for none."""
-        return self._drafters[spec.mtp][1] if spec.budget else None
+        return self._drafters[spec.mtp][1] if spec.drafts else None
 
     def _get(
         self,

@@ -1,0 +1,273 @@
+"""How many nodes the next rounds verify: `--tree-budget auto`.
+
+A controller weighs the tokens that a round of each bucket (budget) should emit against its seconds on this device, as
+measured. It decides between bursts of rounds, on the host, so every bucket is a static program of its own and
+a burst pays nothing for the choice. All that it reads is alike in every process of a run: the curve is the first
+process's, and the rest follows from tokens. A run of one process also corrects the curve as it goes.
+
+**Tokens.** Trees of one policy are nested, so a round of budget b shows exactly what each smaller budget would have
+emitted in its place (`round.Evidence`). Realised tokens of the last rounds are joined with what the drafter's prefix
+probabilities predict for those rounds, scaled by how far such predictions have come true: the prediction reacts to a
+change of text within a round or two, and the scale, kept over requests, corrects a drafter that is too sure of itself.
+A bucket larger than those that ran lately is taken to gain on the next smaller one what it has gained before.
+
+**Exploration.** Rounds without a draft say nothing about drafts, and small trees nothing about large ones. Both are
+tried now and then, for as much time as a fixed share of the decoding time pays: it is what trying can cost at most.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dflash_jax.programs import Programs
+from dflash_jax.round import DecodeState, Evidence, RoundSpec
+
+# What one round weighs after the next one, for the text at hand and for what is kept over requests.
+SHORT_MEMORY, LONG_MEMORY = 0.9, 0.98
+# Rounds that the calibrated prediction counts as, against realised tokens.
+PREDICTION_WEIGHT = 2.0
+# Tokens that the uncalibrated prediction counts as, before anything has come true.
+TRUST = 4.0
+# A tree of the next bucket, never tried, is hoped to emit so many times the tokens.
+HOPE = 1.2
+# Drafting must promise so many times the autoregressive rate: being wrong costs more on that side.
+MARGIN = 1.1
+# Share of the decoding time that trying other buckets may cost.
+EXPLORATION = 0.01
+# Seconds that a device idles if the host waits for its results, and how often a new text is not worth drafting for.
+HOST_SECONDS, SURPRISE = 5e-4, 0.1
+# Rounds a burst: first or when trying, and at most, with drafts and without.
+FIRST_BURST, LONGEST_BURST, LONGEST_PLAIN_BURST = 2, 16, 64
+
+
+def buckets_of(block_size: int, on_cpu: bool) -> tuple[int, ...]:
+    """Budgets that `auto` chooses from, ascending: none (autoregressive), the chain, and trees of 2, 4 times its rows.
+
+    Each takes as many rows as a power of two where the drafter's block does. A CPU pays for every row, so there the
+    widest tree makes room for half a chain.
+    """
+    extra = block_size // 2 - 1 if on_cpu else 4 * block_size - 1
+    return tuple(sorted({0, extra, block_size - 1, 2 * block_size - 1}))
+
+
+@dataclasses.dataclass(frozen=True)
+class LatencyCurve:
+    """Seconds of one round by bucket, on one device and for one state shape (slots, capacity)."""
+
+    buckets: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` unless there is one positive time a bucket and bucket 0 is the first."""
+        if len(self.buckets) != len(self.seconds) or self.buckets[:1] != (0,) or min(self.seconds) <= 0:
+            raise ValueError(f"a latency curve needs a positive time for each of {self.buckets}, got {self.seconds}")
+
+
+def choose(curve: LatencyCurve, tokens: Sequence[float] | np.ndarray) -> int:
+    """Index of the bucket that emits most tokens a second, 0 unless another gains by `MARGIN`; the smallest of equals.
+
+    Args:
+      curve: seconds of a round.
+      tokens: expected tokens of a round, a bucket.
+    """
+    rates = np.asarray(tokens) / np.asarray(curve.seconds)
+    rates[0] *= MARGIN
+    return int(np.argmax(rates))
+
+
+@dataclasses.dataclass
+class _Sums:
+    """Decayed sums over rounds, a bucket: rounds that show the bucket, tokens besides the bonus, their prediction.
+
+    `ratio` keeps, for rounds that show the bucket, the tokens of the bucket and of the next smaller one.
+    """
+
+    rounds: np.ndarray
+    reached: np.ndarray
+    predicted: np.ndarray
+    ratio: np.ndarray
+
+    @classmethod
+    def empty(cls, size: int) -> "_Sums":
+        return cls(np.zeros(size), np.zeros(size), np.zeros(size), np.zeros((2, size)))
+
+    def add(self, shown: np.ndarray, rounds: int, reached: np.ndarray, predicted: np.ndarray, keep: float) -> None:
+        """Takes in the rounds of one burst, of all slots; a bucket that they do not show stays as seen last."""
+        fade = np.where(shown, keep**rounds, 1.0)
+        extra = np.stack([reached, np.concatenate([[rounds], reached[:-1]])])
+        self.rounds = self.rounds * fade + shown * rounds
+        self.reached = self.reached * fade + shown * (reached - rounds)
+        self.predicted = self.predicted * fade + shown * (predicted - rounds)
+        self.ratio = self.ratio * fade + shown * extra
+
+    def weaken(self, share: float) -> None:
+        for name in ("rounds", "reached", "predicted", "ratio"):
+            setattr(self, name, getattr(self, name) * share)
+
+
+class BudgetController:
+    """Chooses the bucket of the next burst of rounds; one for each compiled shape, kept between requests.
+
+    Attributes:
+      curve: seconds of a round, corrected as bursts are timed; assign another one to force a choice.
+    """
+
+    def __init__(self, curve: LatencyCurve):
+        self.curve = curve
+        self._load = 1.0  # by how much all rounds are slower now than the curve says
+        size = len(curve.buckets)
+        self._short, self._long = _Sums.empty(size), _Sums.empty(size)
+        self._stale = np.ones(size, bool)  # not shown by the newest evidence
+        self._fresh = True  # nothing has run for the newest request
+        self._credit = 0.0  # seconds that trying may cost; a request's first trial may borrow
+        self._since_trial = 0
+        self._burst = FIRST_BURST
+        self._last = -1
+
+    def expected_tokens(self) -> np.ndarray:
+        """Tokens that a round of each bucket should emit for the text at hand (mean over slots)."""
+        tokens = np.ones(len(self.curve.buckets))
+        short, long = self._short, self._long
+        for k in range(1, len(tokens)):
+            rounds = short.rounds[k]
+            if rounds > 0 and (k == 1 or not self._stale[k]):
+                calibration = (long.reached[k] + TRUST) / (long.predicted[k] + TRUST)
+                predicted = calibration * short.predicted[k] / rounds
+                value = 1 + (PREDICTION_WEIGHT * predicted + short.reached[k]) / (PREDICTION_WEIGHT + rounds)
+            elif k == 1:
+                value = 1 + (long.reached[1] / long.rounds[1] if long.rounds[1] > 0 else self.curve.buckets[1] / 2)
+            else:
+                before = (long.ratio[0, k] + TRUST * HOPE) / (long.ratio[1, k] + TRUST)
+                ratio = (short.ratio[0, k] + TRUST * before) / (short.ratio[1, k] + TRUST)
+                value = tokens[k - 1] * ratio
+            tokens[k] = max(value, tokens[k - 1])  # nested trees: never fewer
+        return tokens
+
+    def new_request(self, slots: int) -> None:
+        """Forgets the share of the text at hand that one of `slots` requests has."""
+        self._short.weaken(1 - 1 / slots)
+        self._fresh = True
+
+    def next(self) -> tuple[int, int]:
+        """Index of the bucket of the next burst, and how many rounds it should have."""
+        seconds = self.curve.seconds
+        tokens = self.expected_tokens()
+        best = choose(self.curve, tokens)
+        index, rounds = self._trial(best, tokens), FIRST_BURST
+        if index is None:
+            if best != self._last or self._fresh:
+                drafting = FIRST_BURST if self.unsure() else 4 * FIRST_BURST
+                self._burst = drafting if best else LONGEST_BURST  # a plain round has nothing to tell
+            index, rounds, self._last = best, self._burst, best
+            self._burst = min(2 * self._burst, LONGEST_BURST if best else LONGEST_PLAIN_BURST)
+        if index == 0:  # nothing new on drafts, and what is known grows old
+            self._short.weaken(SHORT_MEMORY**rounds)
+            self._stale[:] = True
+        self._fresh = False
+        self._since_trial += rounds
+        self._credit = min(self._credit + EXPLORATION * rounds * seconds[index], FIRST_BURST * seconds[1])
+        return index, rounds
+
+    def _trial(self, best: int, tokens: np.ndarray) -> int | None:
+        """A bucket to try instead of the best one, if there is time for it; that time is then spent."""
+        seconds = np.asarray(self.curve.seconds)
+        index = best + 1
+        if best == 0:  # the most promising draft
+            index += int(np.argmax(tokens[1:] / seconds[1:]))
+        # Where nothing drafts, a new text is worth a look.
+        soon = self._fresh and best == 0
+        if index >= len(tokens) or not (self._stale[index] or soon):
+            return None
+        loss = max(FIRST_BURST * float(seconds[index] - tokens[index] / tokens[best] * seconds[best]), 0.0)
+        if self._credit < (0.0 if soon else loss) or not (soon or self._since_trial >= LONGEST_BURST):
+            return None
+        self._credit -= loss
+        self._since_trial = 0
+        return index
+
+    def unsure(self) -> bool:
+        """Whether it pays to wait for what is in flight: drafting for nothing costs more than an idle device."""
+        risk = SURPRISE * FIRST_BURST * (self.curve.seconds[1] - self.curve.seconds[0])
+        return risk > HOST_SECONDS and float(self._short.rounds[1]) < 4 * FIRST_BURST
+
+    def timed(self, index: int, seconds: float) -> None:
+        """Corrects the curve by the seconds that a round of a burst took.
+
+        What differs from the curve is part a load of the machine, which concerns all buckets, and part an error of this
+        one; each takes its share, and as buckets alternate the errors vanish.
+        """
+        surprise = float(np.clip(seconds / self.curve.seconds[index] / self._load, 0.5, 2.0)) ** 0.2
+        self._load *= surprise
+        corrected = list(self.curve.seconds)
+        corrected[index] *= surprise
+        self.curve = LatencyCurve(self.curve.buckets, tuple(corrected))
+
+    def observe(self, index: int, evidence: Evidence) -> None:
+        """Takes in what a burst has shown.
+
+        Args:
+          index: of the bucket that ran, not 0.
+          evidence: of all slots, on the host.
+        """
+        rounds = int(np.sum(evidence.rounds))
+        if not rounds:
+            return
+        reached, predicted = np.sum(evidence.reached, axis=0), np.sum(evidence.predicted, axis=0)
+        shown = np.arange(len(self._stale)) <= index
+        self._stale = ~shown
+        self._short.add(shown, rounds, reached, predicted, SHORT_MEMORY)
+        self._long.add(shown, rounds, reached, predicted, LONG_MEMORY)
+
+
+def measure_curve(
+    programs: Programs, state: DecodeState, specs: Sequence[RoundSpec], buffer: int, page_size: int
+) -> tuple[DecodeState, LatencyCurve]:
+    """Times a round of each spec, with every slot active at half of its capacity.
+
+    Args:
+      programs: where the rounds have been compiled.
+      state: of slots that are all free; what the rounds leave in it, admission clears.
+      specs: a round a bucket, of budgets that start with 0.
+      buffer: of `Programs.decode`.
+      page_size: tokens a page.
+
+    Returns:
+      The state, and the median of three runs each. Of several processes all get the first one's.
+    """
+    slots, width = state.block_tables.shape
+    room = width * page_size // 2
+    on_cpu = jax.devices()[0].platform == "cpu"
+    drafting = min(2 * FIRST_BURST if on_cpu else LONGEST_BURST, max(room // specs[-1].block_size, 1))
+    busy = {
+        "block_tables": np.arange(slots * width, dtype=np.int32).reshape(slots, width),
+        "lengths": np.full((slots,), room, np.int32),
+        "num_taps": np.zeros((slots,), np.int32),
+        "active": np.ones((slots,), bool),
+        "remaining": np.full((slots,), width * page_size, np.int32),
+        "stop_ids": np.full(state.stop_ids.shape, -1, np.int32),
+    }
+    runs = []
+    for _ in range(4):  # the first one warms up
+        row = []
+        for spec in specs:
+            # A burst without drafts begins with the context of the last one, so it has its whole length here.
+            rounds = drafting if spec.budget else min(LONGEST_BURST, spec.block_size)
+            # Anew for each: donated buffers must not be shared.
+            fields = programs.replicated({name: jnp.array(value) for name, value in busy.items()})
+            state = jax.block_until_ready(dataclasses.replace(state, **fields))
+            start = time.perf_counter()
+            result = programs.decode(state, rounds, spec, buffer)
+            assert result is not None
+            state = jax.block_until_ready(result[0])
+            row.append((time.perf_counter() - start) / rounds)
+        runs.append(row)
+    seconds = np.median(np.asarray(runs[1:], np.float32), axis=0)
+    if jax.process_count() > 1:
+        seconds = multihost_utils.broadcast_one_to_all(seconds)
+    state = dataclasses.replace(state, active=programs.replicated(jnp.zeros((slots,), bool)))
+    return state, LatencyCurve(tuple(spec.budget for spec in specs), tuple(map(float, seconds)))
