@@ -41,7 +41,10 @@ def test_eight_layers_at_27b_widths_are_as_exact_as_xla_in_bf16():
     log_probs = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(1, 15, 512)), jnp.float32))
     tree = build_tree(tokens[:, 0], log_probs, 63)
 
-    @functools.partial(jax.jit, static_argnames=("implementation", "dtype"))
+    # Runs once: searching for the fastest products, in fp32 above all, would take most of the time.
+    @functools.partial(
+        jax.jit, static_argnames=("implementation", "dtype"), compiler_options={"xla_gpu_autotune_level": "0"}
+    )
     def run(weights: nnx.State, tokens: jax.Array, implementation: Any, dtype: Any):
         model = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), weights))
         cache = init_cache(config, None, slots=1, pages=TABLE, page_size=PAGE, dtype=dtype)
