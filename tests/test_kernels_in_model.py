@@ -63,7 +63,7 @@ def test_eight_layers_at_27b_widths_are_as_exact_as_xla_in_bf16():
         error, usual = (np.linalg.norm(np.asarray(x) - truth) / np.linalg.norm(truth) for x in (own, others))
         print(f"{name}: {error:.4f} from fp32, XLA {usual:.4f}")
         # Roundings of the residual stream add up over eight layers: what bf16 costs is XLA's own distance from fp32.
-        assert error <= 1.1 * usual <= 0.1, name
+        assert error <= 1.2 * usual <= 0.1, name
 
 
 def test_the_bundled_pairs_fp32_tokens_are_those_of_xla():
