@@ -18,6 +18,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.request import Chunk, SamplingParams
 from dflash_jax.scheduler import Request
 from serve import messages
+from serve.interceptors import Readable
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
 from serve.worker import Draining, QueueFull, Worker
@@ -131,7 +132,7 @@ class Server:
             ("grpc.so_reuseport", 0),  # else two servers would share a port, each with half of the calls
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ]
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(interceptors=[Readable(SERVICE)], options=options)
         try:
             self.port = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError:
