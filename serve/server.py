@@ -51,7 +51,7 @@ class Service:
             checked = await asyncio.to_thread(self._request, request)
             ticket = self._worker.submit(checked, deliver)
         except UserError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
         except QueueFull as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except Draining as error:
@@ -60,7 +60,7 @@ class Service:
             while True:
                 item = await items.get()
                 if isinstance(item, UserError):
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(item))
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, item.public)
                 if isinstance(item, Exception):
                     await context.abort(grpc.StatusCode.INTERNAL, "the engine failed while it served this request")
                 yield messages.response(item)
@@ -74,7 +74,7 @@ class Service:
         try:
             ids = await asyncio.to_thread(messages.input_ids, self._engine, request.input)
         except UserError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
         return pb.TokenizeResponse(token_ids=ids)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:

@@ -117,6 +117,14 @@ def test_what_cannot_be_served_is_an_invalid_argument(stub: pb_grpc.DFlashStub) 
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Generate(message))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT and words in caught.value.details()
+    thinking = pb.Chat(messages=[pb.Message(role="user", content="Hello")], thinking=True)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(request(PARAMS, pb.Input(chat=thinking))))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith("the chat template refuses these messages: enable_thinking")
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Tokenize(pb.TokenizeRequest(input=pb.Input(chat=thinking)))
+    assert "/" not in caught.value.details()  # no path of the server
     with pytest.raises(grpc.RpcError) as caught:
         stub.Tokenize(pb.TokenizeRequest())
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
