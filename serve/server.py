@@ -21,7 +21,7 @@ from serve import messages
 from serve.interceptors import Readable
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
-from serve.worker import Draining, QueueFull, Worker
+from serve.worker import Draining, Lost, QueueFull, Worker
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DFlash"].full_name
 MAX_MESSAGE_BYTES = 16 << 20
@@ -54,7 +54,7 @@ class Service:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
         except QueueFull as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except Draining as error:
+        except (Draining, Lost) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         try:
             while True:
@@ -137,7 +137,10 @@ class Server:
             self.port = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError:
             raise UserError(f"--port {port} on --host {host} cannot be listened on; is it in use?") from None
-        self._worker = Worker(engine, max_queue)
+        loop = asyncio.get_running_loop()
+        self._lost = asyncio.Event()
+        self._worker = Worker(engine, max_queue, lambda: loop.call_soon_threadsafe(self._lost.set))
+        self._watch: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
         pb_grpc.add_DFlashServicer_to_server(Service(self._worker), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -150,6 +153,7 @@ class Server:
         await self._server.start()
         await self._warm_up()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._watch = asyncio.create_task(self._watch_engine())
 
     async def stop(self, grace: float) -> None:
         """Takes no more calls, finishes those that are there within `grace` seconds, and ends the engine's thread."""
@@ -157,6 +161,13 @@ class Server:
         self._worker.drain()
         await self._server.stop(grace)  # cancels, after that, what is still there
         await asyncio.to_thread(self._worker.stop)
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _watch_engine(self) -> None:
+        """Health turns NOT_SERVING when the engine is lost, so that whoever runs the server can start it again."""
+        await self._lost.wait()
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def _set_health(self, status: int) -> None:
         for name in ("", SERVICE):

@@ -11,6 +11,9 @@ from dflash_jax.scheduler import Request, Scheduler
 
 log = logging.getLogger(__name__)
 
+# Failures of the engine with no request completed between them: after so many it is taken for lost.
+MOST_FAILURES = 3
+
 
 class QueueFull(Exception):
     """As many requests as the server takes are in line already."""
@@ -18,6 +21,10 @@ class QueueFull(Exception):
 
 class Draining(Exception):
     """The server takes no more requests."""
+
+
+class Lost(Exception):
+    """The engine's thread has ended, because the engine could not be brought back."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +62,23 @@ class Ticket:
 class Worker:
     """Runs a scheduler on a thread of its own. All methods may be called from any thread.
 
-    After an exception of the engine its requests fail with it, and a new scheduler serves the next ones.
+    After an exception of the engine its requests fail with it, and a new scheduler serves the next ones. If there can
+    be none, or failures follow each other (`MOST_FAILURES`), the thread ends: never silently, see `on_lost`.
 
     Attributes:
       engine: whose models decode.
       stats: of the last step.
     """
 
-    def __init__(self, engine: Engine, max_queue: int):
+    def __init__(self, engine: Engine, max_queue: int, on_lost: Callable[[], None] = lambda: None):
         """Starts the thread.
 
         Args:
           engine: used by this thread alone from now on (`Engine.request` aside, which only reads).
           max_queue: requests that may wait beside those in slots.
+          on_lost: called on the thread when it ends because the engine is lost; all requests have been told by then.
         """
-        self.engine = engine
+        self.engine, self._on_lost = engine, on_lost
         self._scheduler = self._new_scheduler()
         self.stats = Stats.of(self._scheduler)
         self._limit = self._scheduler.slots + max_queue
@@ -77,14 +86,17 @@ class Worker:
         # Guarded by it: requests that have not ended, what the thread is to do with them, and whether more may come.
         self._open: dict[Request, Ticket] = {}
         self._inbox: list[tuple[Callable[[Ticket], None], Ticket]] = []
-        self._draining = False
+        self._draining = self._lost = False
+        self._failures = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, deliver: Callable[[Chunk | Exception], None]) -> Ticket:
-        """Takes a request, or raises `QueueFull` or `Draining` at once."""
+        """Takes a request, or raises `QueueFull`, `Draining` or `Lost` at once."""
         ticket = Ticket(request, deliver)
         with self._changed:
+            if self._lost:
+                raise Lost("the engine has failed and cannot be brought back; the server must be restarted")
             if self._draining:
                 raise Draining("the server is shutting down")
             if len(self._open) >= self._limit:
@@ -120,6 +132,18 @@ class Worker:
         return engine.scheduler(engine.max_slots, engine.max_model_len, burst=1, interleave=True)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            log.critical("the engine is lost; nothing is served any more", exc_info=True)
+            with self._changed:
+                self._lost = True
+                lost, self._open, self._inbox = list(self._open.values()), {}, []
+            for ticket in lost:
+                ticket.deliver(error if isinstance(error, Exception) else Lost(str(error)))
+            self._on_lost()
+
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 while not (self._inbox or self._scheduler.busy or self._draining):
@@ -132,7 +156,12 @@ class Worker:
                     act(ticket)
                 for request, chunk in self._scheduler.step():
                     self._deliver(request, chunk, ended=chunk.completion is not None)
+                    if chunk.completion is not None:
+                        self._failures = 0
             except Exception as error:
+                self._failures += 1
+                if self._failures >= MOST_FAILURES:
+                    raise
                 log.exception("the engine failed; its requests end")
                 self._fail(error)
             self.stats = Stats.of(self._scheduler)
@@ -159,7 +188,6 @@ class Worker:
 
     def _fail(self, error: Exception) -> None:
         """Ends every request: the device's state is lost."""
-        self._scheduler = self._new_scheduler()
         with self._changed:
             # What came in meanwhile has not been touched and waits for the new scheduler.
             fresh = {ticket.request for _, ticket in self._inbox if ticket.request in self._open}
@@ -168,3 +196,4 @@ class Worker:
                 del self._open[ticket.request]
         for ticket in lost:
             ticket.deliver(error)
+        self._scheduler = self._new_scheduler()

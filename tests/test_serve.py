@@ -198,6 +198,35 @@ def test_what_is_there_can_be_asked_for(stub: pb_grpc.DFlashStub, channel: grpc.
     assert set(pool.FindServiceByName(SERVICE).methods_by_name) >= {"Generate", "Tokenize"}
 
 
+def test_health_says_when_the_engine_is_lost(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of its own, whose engine fails at once and whose scheduler cannot be made again."""
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("device lost")
+
+    async def run() -> None:
+        monkeypatch.setattr(Server, "_warm_up", lambda self: asyncio.sleep(0))
+        server = Server(engine, "127.0.0.1", 0, max_queue=1)
+        await server.start()
+        monkeypatch.setattr(server._worker, "_new_scheduler", broken)
+        monkeypatch.setattr(server._worker._scheduler, "step", broken)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            one = pb_grpc.DFlashStub(channel)
+            for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in one.Generate(request(PARAMS), timeout=30):
+                        pass
+                assert caught.value.code() == code
+                if code == grpc.StatusCode.INTERNAL:
+                    assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            watch.cancel()
+        await server.stop(1)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_port_in_use_is_one_line(engine: Engine, port: int) -> None:
     async def second() -> None:
         Server(engine, "127.0.0.1", port, max_queue=1)

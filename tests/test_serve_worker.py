@@ -12,7 +12,7 @@ from dflash_jax import Chunk, Engine, SamplingParams, UserError
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
-from serve.worker import Draining, QueueFull, Stats, Ticket, Worker
+from serve.worker import MOST_FAILURES, Draining, Lost, QueueFull, Stats, Ticket, Worker
 from tests.models import VOCAB, random_target
 
 PARAMS = SamplingParams(max_new_tokens=12, method="ar", ignore_eos=True)
@@ -148,3 +148,48 @@ def test_stop_finishes_what_is_there_and_takes_no_more(engine: Engine, expected:
         Caller(one, 3)
     assert one.stop(60)
     assert {n: caller.ids() for n, caller in callers.items()} == expected
+
+
+@pytest.mark.parametrize("what", ["no scheduler", "again and again"])
+def test_an_engine_that_does_not_come_back_is_said_to_everyone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """Nobody hangs: those that were there get the failure, and later ones are refused."""
+    told: list[bool] = []
+    one = Worker(engine, max_queue=3, on_lost=lambda: told.append(True))
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(Scheduler, "_decode", broken)
+    if what == "no scheduler":
+        monkeypatch.setattr(one, "_new_scheduler", broken)
+        fatal = 1
+    else:
+        fatal = MOST_FAILURES
+    for left in reversed(range(fatal)):
+        caller = Caller(one, 3)
+        while isinstance(item := caller.next(), Chunk):
+            pass
+        assert str(item) == "device lost"
+        wait_for(lambda left=left: bool(told) == (left == 0))
+    wait_for(lambda: not one._thread.is_alive())
+    assert "the engine is lost" in caplog.text and told == [True]
+    with pytest.raises(Lost, match="must be restarted"):
+        Caller(one, 3)
+    assert one.stop(1)
+
+
+def test_a_failure_between_successes_is_not_the_end(
+    worker: Worker, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Scheduler) -> None:
+        raise RuntimeError("device lost")
+
+    for _ in range(MOST_FAILURES + 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "_decode", broken)
+            failing = Caller(worker, 3)
+            while isinstance(failing.next(), Chunk):
+                pass
+        assert Caller(worker, 5).ids() == expected[5]
