@@ -222,7 +222,13 @@ class Engine:
             scheduler.close()
 
     def scheduler(
-        self, slots: int, tokens: int, *, burst: int | None = None, interleave: bool = False
+        self,
+        slots: int,
+        tokens: int,
+        *,
+        burst: int | None = None,
+        interleave: bool = False,
+        few_programs: bool = False,
     ) -> Scheduler:
         """A scheduler for requests of up to `tokens` tokens each, prompt and text.
 
@@ -231,13 +237,12 @@ class Engine:
         Args:
           slots: see above.
           tokens: see above.
-          burst: see `Scheduler`.
-          interleave: see `Scheduler`.
+          burst, interleave, few_programs: see `Scheduler`.
         """
         slots, capacity = power_of_two(min(slots, self.max_slots)), context_capacity(tokens, self.page_size)
         if self._memory is not None:
             slots = self._memory.fit(slots, capacity).slots
-        return Scheduler(self, slots, capacity, burst=burst, interleave=interleave)
+        return Scheduler(self, slots, capacity, burst=burst, interleave=interleave, few_programs=few_programs)
 
     def state_kind(self, spec: RoundSpec) -> tuple[bool, int]:
         """What the shapes of a decode state depend on besides sizes; a drafter's state serves all its trees."""

@@ -120,6 +120,15 @@ class SamplingNeeds:
         return SamplingNeeds(*(a or b for a, b in zip(*map(dataclasses.astuple, (self, other)), strict=True)))
 
 
+# What a batch needs, rounded up: each level has all parts of those before it.
+NEEDS_LEVELS = (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(filters=True, penalties=True, bias=True))
+
+
+def rounded_up(needs: SamplingNeeds | None) -> SamplingNeeds | None:
+    """The first of `NEEDS_LEVELS` that has all that is needed: a server then has a program for few combinations."""
+    return None if needs is None else next(level for level in NEEDS_LEVELS if level | needs == level)
+
+
 def slot_settings(params: SamplingParams, needs: SamplingNeeds, vocab: int) -> SamplingState:
     """One request's row of `SamplingState` (no slot axis)."""
     filters = penalties = bias = None

@@ -22,7 +22,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.pages import PagePool
 from dflash_jax.request import Chunk, Completion, SamplingParams, TokenLogprob
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
-from dflash_jax.sampling import SamplingNeeds, TokenLogprobs, slot_settings, widened
+from dflash_jax.sampling import SamplingNeeds, TokenLogprobs, rounded_up, slot_settings, widened
 from dflash_jax.stopping import StopChecker, StopUpdate
 from dflash_jax.tree import SpineFirst
 
@@ -158,6 +158,7 @@ class Scheduler:
         pages: int | None = None,
         burst: int | None = None,
         interleave: bool = False,
+        few_programs: bool = False,
     ):
         """An empty scheduler.
 
@@ -169,10 +170,12 @@ class Scheduler:
           burst: most rounds of a burst; None for what one buffer of tokens holds.
           interleave: whether decoding goes on, a round after each chunk, while prompts are read (no request stalls
             the others), or waits until all of them are (less work in all).
+          few_programs: whether needs are rounded up (`sampling.NEEDS_LEVELS`), so that fewer programs are compiled, of
+            which some do more than their requests need.
         """
         self.engine, self.slots, self.capacity = engine, slots, capacity
         self.pool = PagePool(pages or slots * (capacity // engine.page_size), engine.page_size)
-        self._burst, self._interleave = burst, interleave
+        self._burst, self._interleave, self._few_programs = burst, interleave, few_programs
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}  # by slot
         self._prefilling: collections.deque[Request] = collections.deque()
@@ -335,6 +338,8 @@ class Scheduler:
         old = {slot: r.params for slot, r in self._running.items() if r not in fresh}
         everyone = [r.params for r in (*self._running.values(), *self._waiting)]
         needs, logprobs = SamplingNeeds.of(everyone), any(p.logprobs is not None for p in everyone)
+        if self._few_programs:
+            needs = rounded_up(needs)
         sampling = self._state.sampling if old else None
         if old:
             needs = needs if self.needs is None else self.needs | needs

@@ -23,14 +23,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-queue", type=int, default=64, help="requests that may wait beside those")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; there is no authentication")
     parser.add_argument("--port", type=int, default=50051, help="0 takes one that is free")
+    parser.add_argument(
+        "--warm-up", default="default", choices=("none", "default", "all"),
+        help="what is compiled before the server is healthy: what requests of the default method need, or of all",
+    )
+    parser.add_argument("--compile-cache-dir", metavar="DIR", help="of compiled programs, as of dflash_jax.generate")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for calls to finish after SIGTERM")
     return parser
 
 
 async def _serve(args: argparse.Namespace) -> None:
     from dflash_jax import loading
+    from dflash_jax.generate import set_up_compile_cache
     from serve.server import Server
 
+    set_up_compile_cache(args.compile_cache_dir)
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
@@ -44,7 +51,7 @@ async def _serve(args: argparse.Namespace) -> None:
         kernels=args.kernels,
         max_slots=args.max_slots,
     )
-    server = Server(engine, args.host, args.port, args.max_queue)
+    server = Server(engine, args.host, args.port, args.max_queue, warm_up=args.warm_up)
     starting = asyncio.create_task(server.start())
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)

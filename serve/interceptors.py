@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 Context = grpc.aio.ServicerContext
 
 
@@ -28,7 +28,7 @@ class Readable(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         """See `grpc.aio.ServerInterceptor`."""
         handler: Any = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(self._prefix):

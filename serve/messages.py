@@ -43,6 +43,45 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**values)
 
 
+def check_served(engine: Engine, params: SamplingParams) -> None:
+    """Refuses what a server takes no part in: each size is a program of its own, and all wait while it is compiled.
+
+    Raises:
+      UserError: a block that is not the drafter's own, a tree or chain that is not of 2^k - 1 nodes, or a method that
+        the engine cannot serve.
+    """
+    method = engine.method_of(params)
+    for of, name, number in (("ddtree", "--tree-budget", params.tree_budget), ("mtp", "--mtp-steps", params.mtp_steps)):
+        if method == of and number != "auto" and number & (number + 1):
+            raise UserError(f"{name} of a server is 1, 3, 7, 15 and so on (2^k - 1), found {number}")
+    own = None if engine.drafter is None else engine.drafter.config.block_size
+    if params.block_size not in (None, own):
+        raise UserError(f"--block-size of a server is the drafter's own; leave it out, found {params.block_size}")
+
+
+def warm_up_params(engine: Engine, *, everything: bool) -> list[SamplingParams]:
+    """Requests that make a server compile what later ones need.
+
+    Args:
+      engine: to be served.
+      everything: all methods, ways to sample and log-probabilities, fixed tree budgets aside; else the default method,
+        greedy and sampled, without penalties and log-probabilities.
+    """
+    base = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    levels = [base, dataclasses.replace(base, temperature=1.0), dataclasses.replace(base, temperature=1.0, top_p=0.9)]
+    if not everything:
+        return levels
+    levels.append(dataclasses.replace(levels[-1], presence_penalty=0.5))
+    levels += [dataclasses.replace(level, logprobs=0) for level in levels]
+    ways: list[dict[str, Any]] = [{"method": "ar"}]
+    if engine.drafter is not None:
+        probabilistic = {"method": "dflash", "draft_sampling": "probabilistic"}
+        ways += [{"method": "ddtree"}, {"method": "dflash"}, probabilistic]
+    if engine.mtp is not None:  # a state of its own
+        ways.append({"method": "mtp"})
+    return [dataclasses.replace(level, **way) for way in ways for level in levels]
+
+
 def sampling_message(params: SamplingParams) -> pb.SamplingParams:
     """The message that `sampling_params` reads as `params`."""
     values: dict[str, Any] = dict(dataclasses.asdict(params))

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 import dflash_jax
 from dflash_jax.engine import Engine
 from dflash_jax.errors import UserError
-from dflash_jax.request import Chunk, SamplingParams
+from dflash_jax.request import Chunk
 from dflash_jax.scheduler import Request
 from serve import messages
 from serve.interceptors import Readable
@@ -25,6 +25,8 @@ from serve.worker import Draining, Lost, QueueFull, Worker
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DFlash"].full_name
 MAX_MESSAGE_BYTES = 16 << 20
+# What is compiled before a server is healthy: nothing; what the default method needs; what all methods need.
+WARM_UPS = ("none", "default", "all")
 
 Context = grpc.aio.ServicerContext
 
@@ -106,6 +108,7 @@ class Service:
 
     def _request(self, message: pb.GenerateRequest) -> Request:
         params = messages.sampling_params(message.params)
+        messages.check_served(self._engine, params)
         return self._engine.request(messages.input_ids(self._engine, message.input), params)
 
 
@@ -116,7 +119,7 @@ class Server:
       port: that it listens on.
     """
 
-    def __init__(self, engine: Engine, host: str, port: int, max_queue: int):
+    def __init__(self, engine: Engine, host: str, port: int, max_queue: int, *, warm_up: str = "default"):
         """Not listening yet; call it in a running event loop.
 
         Args:
@@ -124,10 +127,12 @@ class Server:
           host: address to listen on.
           port: 0 for any that is free.
           max_queue: requests that may wait beside those being decoded.
+          warm_up: one of `WARM_UPS`: what is compiled before the server is healthy.
 
         Raises:
           UserError: the port cannot be had.
         """
+        self._warm_up_for = warm_up
         options = [
             ("grpc.so_reuseport", 0),  # else two servers would share a port, each with half of the calls
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -139,7 +144,11 @@ class Server:
             raise UserError(f"--port {port} on --host {host} cannot be listened on; is it in use?") from None
         loop = asyncio.get_running_loop()
         self._lost = asyncio.Event()
-        self._worker = Worker(engine, max_queue, lambda: loop.call_soon_threadsafe(self._lost.set))
+
+        def lost() -> None:
+            loop.call_soon_threadsafe(self._lost.set)
+
+        self._worker = Worker(engine, max_queue, lost)
         self._watch: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
         pb_grpc.add_DFlashServicer_to_server(Service(self._worker), self._server)
@@ -174,18 +183,18 @@ class Server:
             await self._health.set(name, status)
 
     async def _warm_up(self) -> None:
-        """Decodes two tokens by the method that requests get by default."""
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-        failures: list[Exception] = []
+        """Decodes two tokens in each of the ways that requests are expected to ask for, one after the other."""
+        if self._warm_up_for == "none":
+            return
+        loop, engine = asyncio.get_running_loop(), self._worker.engine
+        for params in messages.warm_up_params(engine, everything=self._warm_up_for == "all"):
+            done: asyncio.Future[None] = loop.create_future()
 
-        def deliver(item: Chunk | Exception) -> None:
-            if isinstance(item, Exception):
-                failures.append(item)
-            if isinstance(item, Exception) or item.completion is not None:
-                loop.call_soon_threadsafe(done.set)
+            def deliver(item: Chunk | Exception, done: asyncio.Future[None] = done) -> None:
+                if isinstance(item, Exception):
+                    loop.call_soon_threadsafe(done.set_exception, item)
+                elif item.completion is not None:
+                    loop.call_soon_threadsafe(done.set_result, None)
 
-        request = self._worker.engine.request([0], SamplingParams(max_new_tokens=2))
-        self._worker.submit(request, deliver)
-        await done.wait()
-        if failures:
-            raise failures[0]
+            self._worker.submit(engine.request([0], params), deliver)
+            await done

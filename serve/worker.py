@@ -129,7 +129,9 @@ class Worker:
 
     def _new_scheduler(self) -> Scheduler:
         engine = self.engine
-        return engine.scheduler(engine.max_slots, engine.max_model_len, burst=1, interleave=True)
+        return engine.scheduler(
+            engine.max_slots, engine.max_model_len, burst=1, interleave=True, few_programs=True
+        )
 
     def _run(self) -> None:
         try:

@@ -18,12 +18,14 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 import dflash_jax
 from dflash_jax import Engine, SamplingParams, UserError
+from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.scheduler import Request, Scheduler
+from dflash_jax.tokenizer import Tokenizer
 from serve import client, messages
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
 from serve.server import SERVICE, Server
-from tests.models import save_random_pair
+from tests.models import random_target, save_random_pair
 
 ROOT = Path(__file__).parents[1]
 PARAMS = SamplingParams(max_new_tokens=16, method="dflash")  # its rounds are the same every time
@@ -54,7 +56,7 @@ def port(engine: Engine, expected: dflash_jax.Completion) -> Iterator[int]:
     thread.start()
 
     async def started() -> Server:
-        server = Server(engine, "127.0.0.1", 0, max_queue=1)
+        server = Server(engine, "127.0.0.1", 0, max_queue=1, warm_up="none")
         await server.start()
         return server
 
@@ -111,7 +113,9 @@ def test_what_cannot_be_served_is_an_invalid_argument(stub: pb_grpc.DFlashStub) 
         (pb.GenerateRequest(input=TELL, params=pb.SamplingParams(temperature=float("nan"))), "--temperature must be"),
         (pb.GenerateRequest(), "input must have text, chat or tokens"),
         (request(PARAMS, pb.Input(tokens=pb.TokenIds(ids=[10**6]))), "outside the vocabulary"),
-        (request(SamplingParams(block_size=500)), "--block-size must be at most"),  # found by the engine's thread
+        (request(SamplingParams(method="mtp")), "--method mtp needs"),
+        (request(SamplingParams(block_size=2)), "--block-size of a server"),
+        (request(SamplingParams(tree_budget=6)), "--tree-budget of a server is 1, 3, 7"),
     ]
     for message, words in bad:
         with pytest.raises(grpc.RpcError) as caught:
@@ -205,8 +209,7 @@ def test_health_says_when_the_engine_is_lost(engine: Engine, monkeypatch: pytest
         raise RuntimeError("device lost")
 
     async def run() -> None:
-        monkeypatch.setattr(Server, "_warm_up", lambda self: asyncio.sleep(0))
-        server = Server(engine, "127.0.0.1", 0, max_queue=1)
+        server = Server(engine, "127.0.0.1", 0, max_queue=1, warm_up="none")
         await server.start()
         monkeypatch.setattr(server._worker, "_new_scheduler", broken)
         monkeypatch.setattr(server._worker._scheduler, "step", broken)
@@ -227,6 +230,37 @@ def test_health_says_when_the_engine_is_lost(engine: Engine, monkeypatch: pytest
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+@pytest.mark.parametrize("warm_up", ["default", pytest.param("all", marks=pytest.mark.slow)])
+def test_nothing_is_compiled_after_the_warm_up(warm_up: str) -> None:
+    """Whatever is asked of a model without a drafter: sampling in any combination, and with "all" the rest too."""
+    tokenizer = Tokenizer.from_folder(BUNDLED_TARGET)
+    engine = Engine(random_target(3), None, tokenizer, max_slots=2, prefill_chunk=16, max_model_len=512)
+    sampled = [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 3}, {"temperature": 1.0, "min_p": 0.2}]
+    rest = [{"repetition_penalty": 1.2}, {"logit_bias": ((3, 1.0),), "logprobs": 2}, {"logprobs": 20}]
+    asked = sampled if warm_up == "default" else sampled + rest
+
+    async def run() -> None:
+        server = Server(engine, "127.0.0.1", 0, max_queue=20, warm_up=warm_up)
+        await server.start()
+        compiled = set(engine.programs.compiled)
+        assert len(compiled) >= 8
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            one = pb_grpc.DFlashStub(channel)
+
+            async def ask(changes: dict) -> None:
+                params = SamplingParams(max_new_tokens=6, **changes)
+                async for _ in one.Generate(request(params, pb.Input(tokens=pb.TokenIds(ids=range(20))))):
+                    pass
+
+            await asyncio.gather(*[ask(changes) for changes in asked])
+            for changes in asked:
+                await ask(changes)
+        assert set(engine.programs.compiled) == compiled
+        await server.stop(1)
+
+    asyncio.run(asyncio.wait_for(run(), 300))
+
+
 def test_a_port_in_use_is_one_line(engine: Engine, port: int) -> None:
     async def second() -> None:
         Server(engine, "127.0.0.1", port, max_queue=1)
@@ -237,7 +271,7 @@ def test_a_port_in_use_is_one_line(engine: Engine, port: int) -> None:
 
 def test_sigterm_lets_a_stream_finish(pair: tuple[Path, Path]) -> None:
     command = [sys.executable, "-m", "serve", "--port", "0", "--dtype", "float32", "--max-slots", "2"]
-    command += ["--max-model-len", "2048", "--model", str(pair[0]), "--draft-model", str(pair[1])]
+    command += ["--warm-up", "none", "--max-model-len", "2048", "--model", str(pair[0]), "--draft-model", str(pair[1])]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -245,7 +279,7 @@ def test_sigterm_lets_a_stream_finish(pair: tuple[Path, Path]) -> None:
             assert line.startswith("serving ")
             with grpc.insecure_channel(line.split()[-1]) as channel:
                 stub = pb_grpc.DFlashStub(channel)
-                params = SamplingParams(max_new_tokens=200, method="ddtree", ignore_eos=True)
+                params = SamplingParams(max_new_tokens=200, method="dflash", ignore_eos=True)
                 call = stub.Generate(request(params))
                 parts = [next(call)]
                 process.send_signal(signal.SIGTERM)
