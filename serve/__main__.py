@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from dflash_jax.errors import UserError
 
@@ -21,8 +22,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", type=int, help="longest prompt + text, in tokens")
     parser.add_argument("--max-slots", type=int, default=8, help="requests decoded at once")
     parser.add_argument("--max-queue", type=int, default=64, help="requests that may wait beside those")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; there is no authentication")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=50051, help="0 takes one that is free")
+    parser.add_argument("--token-file", type=Path, help="bearer tokens, one a line, one of which each call must have")
+    parser.add_argument("--tls-cert", type=Path, help="PEM file of the server's certificate (and its chain)")
+    parser.add_argument("--tls-key", type=Path, help="PEM file of its private key")
+    parser.add_argument("--tls-client-ca", type=Path, help="PEM file: clients must show a certificate signed by it")
     parser.add_argument(
         "--warm-up", default="default", choices=("none", "default", "all"),
         help="what is compiled before the server is healthy: what requests of the default method need, or of all",
@@ -35,8 +40,14 @@ def build_parser() -> argparse.ArgumentParser:
 async def _serve(args: argparse.Namespace) -> None:
     from dflash_jax import loading
     from dflash_jax.generate import set_up_compile_cache
+    from serve.auth import read_tokens, server_credentials
     from serve.server import Server
 
+    # What is wrong with these is said before a model is loaded.
+    tokens = [] if args.token_file is None else read_tokens(args.token_file)
+    credentials = server_credentials(args.tls_cert, args.tls_key, args.tls_client_ca)
+    if tokens and credentials is None and args.host not in ("127.0.0.1", "::1", "localhost"):
+        logging.warning("tokens cross the network in plain text: give --tls-cert and --tls-key")
     set_up_compile_cache(args.compile_cache_dir)
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -51,7 +62,10 @@ async def _serve(args: argparse.Namespace) -> None:
         kernels=args.kernels,
         max_slots=args.max_slots,
     )
-    server = Server(engine, args.host, args.port, args.max_queue, warm_up=args.warm_up)
+    server = Server(
+        engine, args.host, args.port, args.max_queue,
+        warm_up=args.warm_up, tokens=tokens, credentials=credentials,
+    )  # fmt: skip
     starting = asyncio.create_task(server.start())
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)

@@ -3,12 +3,15 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import grpc
 
 from dflash_jax.errors import UserError
 from dflash_jax.request import METHODS, SamplingParams
 from serve import messages
+from serve.auth import channel_credentials, read_tokens
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
 
@@ -18,6 +21,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m serve.client", description=__doc__)
     parser.add_argument("prompt", nargs="?", help="text, as the user's turn of a conversation")
     parser.add_argument("--address", default="127.0.0.1:50051", help="HOST:PORT of the server")
+    parser.add_argument("--token-file", type=Path, help="file whose first line of a token is shown to the server")
+    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority of the server; with it the call is TLS")
+    parser.add_argument("--tls-cert", type=Path, help="PEM file of a certificate to show (mutual TLS)")
+    parser.add_argument("--tls-key", type=Path, help="PEM file of its private key")
     parser.add_argument("--timeout", type=float, help="seconds until the call is given up (default: never)")
     parser.add_argument("--info", action="store_true", help="say what the server has loaded and how it is doing")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, default=True, help="use the chat template")
@@ -42,6 +49,19 @@ def _input(args: argparse.Namespace) -> pb.Input:
     return pb.Input(chat=pb.Chat(messages=[pb.Message(role=role, content=text) for role, text in turns]))
 
 
+def _channel(args: argparse.Namespace) -> grpc.Channel:
+    credentials = channel_credentials(args.tls_ca, args.tls_cert, args.tls_key)
+    if credentials is None:
+        return grpc.insecure_channel(args.address)
+    return grpc.secure_channel(args.address, credentials)
+
+
+def _metadata(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if args.token_file is None:
+        return []
+    return [("authorization", f"Bearer {read_tokens(args.token_file)[0]}")]
+
+
 def _ask(stub: pb_grpc.DFlashStub, args: argparse.Namespace) -> None:
     params = SamplingParams(
         max_new_tokens=args.max_new_tokens,
@@ -54,7 +74,7 @@ def _ask(stub: pb_grpc.DFlashStub, args: argparse.Namespace) -> None:
     )
     request = pb.GenerateRequest(input=_input(args), params=messages.sampling_message(params))
     usage = pb.Usage()
-    for part in stub.Generate(request, timeout=args.timeout):
+    for part in stub.Generate(request, timeout=args.timeout, metadata=_metadata(args)):
         print(part.text, end="", flush=True)
         usage = part.finished.usage
     print(flush=True)
@@ -73,11 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not args.info and args.prompt is None:
             raise UserError("give a prompt, or --info")
-        with grpc.insecure_channel(args.address) as channel:
+        with _channel(args) as channel:
             stub = pb_grpc.DFlashStub(channel)
             if args.info:
-                print(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=args.timeout), end="")
-                print(stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=args.timeout), end="")
+                how: dict[str, Any] = {"timeout": args.timeout, "metadata": _metadata(args)}
+                print(stub.GetModelInfo(pb.GetModelInfoRequest(), **how), end="")
+                print(stub.GetServerInfo(pb.GetServerInfoRequest(), **how), end="")
             else:
                 _ask(stub, args)
     except UserError as error:

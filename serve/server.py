@@ -6,7 +6,7 @@ Nothing here blocks: texts are tokenised on a thread of the pool, and the engine
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,6 +18,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.request import Chunk
 from dflash_jax.scheduler import Request
 from serve import messages
+from serve.auth import BearerToken
 from serve.interceptors import Readable
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
@@ -119,7 +120,17 @@ class Server:
       port: that it listens on.
     """
 
-    def __init__(self, engine: Engine, host: str, port: int, max_queue: int, *, warm_up: str = "default"):
+    def __init__(
+        self,
+        engine: Engine,
+        host: str,
+        port: int,
+        max_queue: int,
+        *,
+        warm_up: str = "default",
+        tokens: Sequence[str] = (),
+        credentials: grpc.ServerCredentials | None = None,
+    ):
         """Not listening yet; call it in a running event loop.
 
         Args:
@@ -128,6 +139,8 @@ class Server:
           port: 0 for any that is free.
           max_queue: requests that may wait beside those being decoded.
           warm_up: one of `WARM_UPS`: what is compiled before the server is healthy.
+          tokens: one of which every call must bear, health checks aside; none if empty.
+          credentials: for TLS; None for plain text.
 
         Raises:
           UserError: the port cannot be had.
@@ -137,11 +150,19 @@ class Server:
             ("grpc.so_reuseport", 0),  # else two servers would share a port, each with half of the calls
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ]
-        self._server = grpc.aio.server(interceptors=[Readable(SERVICE)], options=options)
+        interceptors: list[grpc.aio.ServerInterceptor] = [Readable(SERVICE)]
+        if tokens:
+            interceptors.insert(0, BearerToken(tokens, exempt=[health.SERVICE_NAME]))
+        self._server = grpc.aio.server(interceptors=interceptors, options=options)
+        address = f"{host}:{port}"
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError:
-            raise UserError(f"--port {port} on --host {host} cannot be listened on; is it in use?") from None
+            pair = "" if credentials is None else " Or are --tls-cert and --tls-key no pair?"
+            raise UserError(f"--port {port} on --host {host} cannot be listened on; is it in use?{pair}") from None
         loop = asyncio.get_running_loop()
         self._lost = asyncio.Event()
 
