@@ -171,7 +171,8 @@ class Scheduler:
           interleave: whether decoding goes on, a round after each chunk, while prompts are read (no request stalls
             the others), or waits until all of them are (less work in all).
           few_programs: whether needs are rounded up (`sampling.NEEDS_LEVELS`), so that fewer programs are compiled, of
-            which some do more than their requests need.
+            which some do more than their requests need, and whether the state is from the start that of the requests
+            which leave the method to the engine.
         """
         self.engine, self.slots, self.capacity = engine, slots, capacity
         self.pool = PagePool(pages or slots * (capacity // engine.page_size), engine.page_size)
@@ -294,7 +295,8 @@ class Scheduler:
                 if self._running:
                     break
                 # One that does not draft takes the state of the next that does, which can then join it.
-                self._make_state(next((r.spec for r in self._waiting if r.spec.budget), request.spec))
+                usual = self.engine.spec_of(SamplingParams(), self.capacity) if self._few_programs else request.spec
+                self._make_state(next((r.spec for r in self._waiting if r.spec.budget), usual))
             untimed = request.spec.buckets and self.curve_key(request.spec) not in self.engine.controllers
             if untimed and len(self._running) > len(fresh):
                 break

@@ -211,6 +211,20 @@ def test_a_state_of_another_kind_waits_for_its_turn() -> None:
     one.close()
 
 
+def test_with_few_programs_whoever_drafts_can_join() -> None:
+    """An autoregressive request that was there first has the drafter's state, and needs are rounded up."""
+    one = engine().scheduler(2, 512, burst=1, interleave=True, few_programs=True)
+    first = submit(one, 3, AR)
+    run(one, lambda: first.decoding)
+    second = submit(one, 20, dataclasses.replace(CHAIN, temperature=0.9, seed=5, top_p=0.9, logit_bias=((7, 2.0),)))
+    run(one, lambda: second.decoding)
+    assert first.slot is not None and one.needs == SamplingNeeds(True, True, True)
+    done = completions(run(one))
+    assert done[first].token_ids == alone(3, AR).token_ids
+    assert done[second].token_ids == alone(20, second.params).token_ids
+    one.close()
+
+
 def test_needs_grow_while_slots_are_in_use_and_shrink_after() -> None:
     one = scheduler()
     plain = submit(one, 3, AR)
