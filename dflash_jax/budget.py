@@ -153,18 +153,19 @@ class BudgetController:
         self._short.weaken(1 - 1 / slots)
         self._fresh = True
 
-    def next(self) -> tuple[int, int]:
-        """Index of the bucket of the next burst, and how many rounds it should have."""
+    def next(self, most: int) -> tuple[int, int]:
+        """Index of the bucket of the next burst, and how many rounds it should have, of `most` at most."""
         seconds = self.curve.seconds
         tokens = self.expected_tokens()
         best = choose(self.curve, tokens)
-        index, rounds = self._trial(best, tokens), FIRST_BURST
+        index, rounds = self._trial(best, tokens, min(FIRST_BURST, most)), FIRST_BURST
         if index is None:
             if best != self._last or self._fresh:
                 drafting = FIRST_BURST if self.unsure() else 4 * FIRST_BURST
                 self._burst = drafting if best else LONGEST_BURST  # a plain round has nothing to tell
             index, rounds, self._last = best, self._burst, best
             self._burst = min(2 * self._burst, LONGEST_BURST if best else LONGEST_PLAIN_BURST)
+        rounds = min(rounds, most)
         if index == 0:  # nothing new on drafts, and what is known grows old
             self._short.weaken(SHORT_MEMORY**rounds)
             self._stale[:] = True
@@ -173,8 +174,8 @@ class BudgetController:
         self._credit = min(self._credit + EXPLORATION * rounds * seconds[index], FIRST_BURST * seconds[1])
         return index, rounds
 
-    def _trial(self, best: int, tokens: np.ndarray) -> int | None:
-        """A bucket to try instead of the best one, if there is time for it; that time is then spent."""
+    def _trial(self, best: int, tokens: np.ndarray, rounds: int) -> int | None:
+        """A bucket to try for so many rounds instead of the best one, if there is time for it, which is then spent."""
         seconds = np.asarray(self.curve.seconds)
         index = best + 1
         if best == 0:  # the most promising draft
@@ -183,7 +184,7 @@ class BudgetController:
         soon = self._fresh and best == 0
         if index >= len(tokens) or not (self._stale[index] or soon):
             return None
-        loss = max(FIRST_BURST * float(seconds[index] - tokens[index] / tokens[best] * seconds[best]), 0.0)
+        loss = max(rounds * float(seconds[index] - tokens[index] / tokens[best] * seconds[best]), 0.0)
         if self._credit < (0.0 if soon else loss) or not (soon or self._since_trial >= LONGEST_BURST):
             return None
         self._credit -= loss
@@ -240,11 +241,12 @@ def measure_curve(
       The state, and the median of three runs each. Of several processes all get the first one's.
     """
     slots, width = state.block_tables.shape
+    pages = state.cache.kv.shape[1]  # may be fewer than all slots can use: what the rounds read does not matter
     room = width * page_size // 2
     on_cpu = jax.devices()[0].platform == "cpu"
     drafting = min(2 * FIRST_BURST if on_cpu else LONGEST_BURST, max(room // specs[-1].block_size, 1))
     busy = {
-        "block_tables": np.arange(slots * width, dtype=np.int32).reshape(slots, width),
+        "block_tables": (np.arange(slots * width, dtype=np.int32) % pages).reshape(slots, width),
         "lengths": np.full((slots,), room, np.int32),
         "num_taps": np.zeros((slots,), np.int32),
         "active": np.ones((slots,), bool),

@@ -151,6 +151,7 @@ class Programs:
         page_size: int,
         *,
         mtp_steps: int = 0,
+        pages: int | None = None,
         abstract: bool = False,
     ) -> DecodeState:
         """See `round.init_state`; every device makes its own part. An abstract one is enough to compile for."""
@@ -158,8 +159,9 @@ class Programs:
 
         def make() -> DecodeState:
             return rounds.init_state(
-                config, drafter, slots=slots, capacity=capacity, page_size=page_size, dtype=dtype, mtp_steps=mtp_steps
-            )
+                config, drafter, slots=slots, capacity=capacity, page_size=page_size, dtype=dtype,
+                mtp_steps=mtp_steps, pages=pages,
+            )  # fmt: skip
 
         if self._mesh is None:
             return jax.eval_shape(make) if abstract else make()
@@ -188,16 +190,28 @@ class Programs:
         return jax.device_put(jax.tree.map(np.asarray, tree), everywhere)
 
     def decode(
-        self, state: DecodeState, max_rounds: int, spec: RoundSpec, buffer: int, *, compile_only: bool = False
+        self,
+        state: DecodeState,
+        max_rounds: int,
+        spec: RoundSpec,
+        buffer: int,
+        own: Any = None,
+        *,
+        compile_only: bool = False,
     ) -> tuple[DecodeState, tuple[RoundOutput, Int[Array, "B H"]]] | None:
-        """Up to `max_rounds` rounds on the device; also returns a copy of the histogram that outlives the state."""
+        """Up to `max_rounds` rounds on the device for the slots marked by `own` (None: for all).
 
-        def run(target: Any, drafter: Any, state: DecodeState, max_rounds: Array) -> Any:
-            state, output = rounds.decode(*self._models(target, drafter, spec), state, max_rounds, spec, buffer)
+        Also returns a copy of the histogram that outlives the state.
+        """
+
+        def run(target: Any, drafter: Any, state: DecodeState, max_rounds: Array, own: Array) -> Any:
+            models = self._models(target, drafter, spec)
+            state, output = rounds.decode(*models, state, max_rounds, spec, buffer, own)
             return state, (output, jnp.copy(state.histogram))
 
         drafter = self._drafter_of(spec)
-        arguments = (self._target, drafter, state, np.asarray(max_rounds, np.int32))
+        marked = np.ones(state.anchor.shape, bool) if own is None else np.asarray(own, bool)
+        arguments = (self._target, drafter, state, np.asarray(max_rounds, np.int32), marked)
         rows = state.anchor.shape[0] * (spec.budget + 1)
         program = self._get((spec, buffer), "decode", run, arguments, 2, rows)
         return None if compile_only else program(*arguments)

@@ -188,8 +188,10 @@ class Chunk:
       text: new text that will not be taken back.
       token_ids: new ids.
       completion: set on the last chunk only.
+      logprobs: one entry a new id if they were asked for, else empty.
     """
 
     text: str
     token_ids: tuple[int, ...]
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()

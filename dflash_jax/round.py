@@ -127,9 +127,11 @@ def init_state(
     page_size: int,
     dtype: jax.typing.DTypeLike,
     mtp_steps: int = 0,
+    pages: int | None = None,
 ) -> DecodeState:
-    """The state of `slots` empty slots of `capacity` tokens each (a multiple of `page_size`), none active.
+    """The state of `slots` empty slots of up to `capacity` tokens each (a multiple of `page_size`), none active.
 
+    They share `pages` pages; None for as many as all of them can use.
     For rounds that draft with the target's own head, `mtp_steps` tokens each, if that is not 0.
     """
     per_slot = capacity // page_size
@@ -144,7 +146,7 @@ def init_state(
 
     return DecodeState(
         cache=init_cache(
-            target, drafter, slots=slots, pages=slots * per_slot, page_size=page_size, dtype=dtype,
+            target, drafter, slots=slots, pages=pages or slots * per_slot, page_size=page_size, dtype=dtype,
             mtp=mtp_steps > 0,
         ),
         block_tables=jnp.zeros((slots, per_slot), jnp.int32),
@@ -282,8 +284,8 @@ def commit_walk(
         accepted = jnp.take_along_axis(output.taps, walked.path[:, :, None], axis=1)
         taps = jnp.pad(accepted, ((0, 0), (0, taps.shape[1] - accepted.shape[1]), (0, 0)))
         num_taps = count
-    if next_tokens is not None:
-        next_tokens = walked.tokens
+        if next_tokens is not None:
+            next_tokens = walked.tokens
     bins = jnp.arange(state.histogram.shape[1])
     state = dataclasses.replace(
         state,
@@ -327,10 +329,7 @@ def speculative_round(
         tree = root_only_tree(state.anchor)
         if spec.buckets and isinstance(drafter, Drafter):
             taps = drafter.config.target_layer_ids
-        elif state.taps is not None:
-            raise ValueError(
-                "a round without a tree would leave holes in the draft KV of a state that keeps taps"
-            )
+        # Else no draft KV is written: a slot decoded so can never draft later.
     elif drafter is None:
         raise ValueError("a round with a tree needs a drafter")
     elif isinstance(drafter, MTP):
@@ -382,15 +381,21 @@ def decode(
     max_rounds: Int[Array, ""],
     spec: RoundSpec,
     buffer: int,
+    own: Bool[Array, " B"] | None = None,
 ) -> tuple[DecodeState, RoundOutput]:
     """Repeats the round on the device until no slot is active, `max_rounds` are done, or the buffer could overflow.
 
     Args:
       buffer: tokens a slot that the output can hold; at least spec.max_emitted.
+      own: the slots that these rounds are for, None for all. Others, which may be in the middle of a prompt or decode
+        by another spec, stay exactly as they are.
     """
     width = spec.max_emitted
     slots = state.anchor.shape[0]
     Carry = tuple[DecodeState, RoundOutput, Array]
+    before = state
+    if own is not None:
+        state = dataclasses.replace(state, active=state.active & own)
 
     def going(carry: Carry, limit: Array) -> Array:
         state, output, rounds = carry
@@ -439,7 +444,21 @@ def decode(
         state, output, _ = jax.lax.while_loop(lambda c: going(c, max_rounds), stretch, start)
     else:
         state, output, _ = repeat(start, max_rounds)
+    if own is not None:
+        state = _restore(state, before, own)
     return state, output
+
+
+def _restore(state: DecodeState, before: DecodeState, own: Bool[Array, " B"]) -> DecodeState:
+    """Gives the slots that are not `own` back what a round changes even in a slot that is not active."""
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    names = ("active", "num_taps", "taps", "next_tokens")
+    return dataclasses.replace(
+        state, **{name: jax.tree.map(pick, getattr(state, name), getattr(before, name)) for name in names}
+    )
 
 
 def prefill(
