@@ -480,9 +480,11 @@ class Scheduler:
             if update.token_ids or update.finish_reason is not None:
                 chunks.append((request, self._chunk(request, update, logprobs)))
         self._release(ended)
+        if controller is not None:
+            controller.ran(flight.bucket, rounds)
         # Processes must not choose differently, so of several none looks at its own clock.
         if controller is not None and flight.alone and rounds >= SHORTEST_TIMED and jax.process_count() == 1:
-            controller.timed(flight.bucket, (self._landed - begun) / rounds)
+            controller.timed(flight.bucket, self._landed - begun, rounds)
         return chunks
 
     def _release(self, requests: Sequence[Request]) -> None:
