@@ -229,6 +229,7 @@ class Engine:
         burst: int | None = None,
         interleave: bool = False,
         few_programs: bool = False,
+        pages: int | None = None,
     ) -> Scheduler:
         """A scheduler for requests of up to `tokens` tokens each, prompt and text.
 
@@ -238,11 +239,15 @@ class Engine:
           slots: see above.
           tokens: see above.
           burst, interleave, few_programs: see `Scheduler`.
+          pages: that all slots share, and that requests get as their texts grow; None for as many as slots can use.
         """
         slots, capacity = power_of_two(min(slots, self.max_slots)), context_capacity(tokens, self.page_size)
         if self._memory is not None:
-            slots = self._memory.fit(slots, capacity).slots
-        return Scheduler(self, slots, capacity, burst=burst, interleave=interleave, few_programs=few_programs)
+            slots = self._memory.fit(slots, capacity, pages).slots
+        return Scheduler(
+            self, slots, capacity,
+            burst=burst, interleave=interleave, few_programs=few_programs, pages=pages, lazy=pages is not None,
+        )  # fmt: skip
 
     def state_kind(self, spec: RoundSpec) -> tuple[bool, int]:
         """What the shapes of a decode state depend on besides sizes; a drafter's state serves all its trees."""

@@ -61,6 +61,13 @@ def admit_slot(
     return state, None
 
 
+def assign_pages(
+    state: DecodeState, slot: Int[Array, ""], table: Int[Array, " T"]
+) -> tuple[DecodeState, None]:
+    """Gives a slot in use another table, which begins with the pages that it has written."""
+    return dataclasses.replace(state, block_tables=state.block_tables.at[slot].set(table)), None
+
+
 def release_slots(state: DecodeState, slots: Bool[Array, " B"]) -> tuple[DecodeState, None]:
     """Stops decoding in the slots marked (a stop string, which only the host can see)."""
     return dataclasses.replace(state, active=state.active & ~slots), None
@@ -291,6 +298,11 @@ class Programs:
             jax.tree.map(np.asarray, sampling),
         )
         return self._get((), "admit", admit_slot, arguments)(*arguments)[0]
+
+    def assign_pages(self, state: DecodeState, slot: int, table: Any) -> DecodeState:
+        """See `assign_pages`."""
+        arguments = (state, np.asarray(slot, np.int32), np.asarray(table, np.int32))
+        return self._get((), "assign_pages", assign_pages, arguments, 0)(*arguments)[0]
 
     def release(self, state: DecodeState, slots: Any) -> DecodeState:
         """See `release_slots`."""

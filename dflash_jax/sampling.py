@@ -129,8 +129,17 @@ def rounded_up(needs: SamplingNeeds | None) -> SamplingNeeds | None:
     return None if needs is None else next(level for level in NEEDS_LEVELS if level | needs == level)
 
 
-def slot_settings(params: SamplingParams, needs: SamplingNeeds, vocab: int) -> SamplingState:
-    """One request's row of `SamplingState` (no slot axis)."""
+def slot_settings(
+    params: SamplingParams, needs: SamplingNeeds, vocab: int, emitted: Sequence[int] = ()
+) -> SamplingState:
+    """One request's row of `SamplingState` (no slot axis).
+
+    Args:
+      params: the request's.
+      needs: the parts to be there.
+      vocab: size of the vocabulary.
+      emitted: tokens of its text so far, for the penalties: not empty if it goes on in another slot.
+    """
     filters = penalties = bias = None
     if needs.filters:
         filters = Filters(jnp.int32(params.top_k), jnp.float32(params.top_p), jnp.float32(params.min_p))
@@ -140,7 +149,7 @@ def slot_settings(params: SamplingParams, needs: SamplingNeeds, vocab: int) -> S
             jnp.float32(params.presence_penalty),
             jnp.float32(params.frequency_penalty),
             prompt=jnp.zeros((vocab,), bool),
-            counts=jnp.zeros((vocab,), jnp.int32),
+            counts=jnp.bincount(jnp.asarray(emitted, jnp.int32), length=vocab).astype(jnp.int32),
         )
     if needs.bias:
         row = np.zeros((vocab,), np.float32)

@@ -48,7 +48,9 @@ class Request:
       spec: how it drafts; set when it is submitted.
       slot: while it has one.
       pages: that it holds.
-      prefilled: prompt tokens that the device has been given.
+      emitted: the tokens that have come back.
+      reads: what the device must read before it decodes: the prompt, and after a preemption what was emitted too.
+      prefilled: how many of these the device has been given.
     """
 
     prompt: list[int]
@@ -59,8 +61,11 @@ class Request:
     spec: RoundSpec = dataclasses.field(default_factory=lambda: RoundSpec(0))
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
+    emitted: list[int] = dataclasses.field(default_factory=list)
+    reads: list[int] = dataclasses.field(default_factory=list)
     prefilled: int = 0
     histogram: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1,), int))
+    slot_histogram: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1,), int))
     budgets: dict[int, int] = dataclasses.field(default_factory=dict)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     compiled_before: float = 0.0
@@ -73,15 +78,29 @@ class Request:
         return len(self.prompt) + self.limit
 
     @property
+    def known(self) -> int:
+        """Tokens of it that the host knows: prompt and text so far."""
+        return len(self.prompt) + len(self.emitted)
+
+    @property
     def decoding(self) -> bool:
-        """Whether its whole prompt is on the device."""
-        return self.prefilled == len(self.prompt)
+        """Whether the device has all that it must read."""
+        return self.slot is not None and self.prefilled == len(self.reads)
+
+    def begin(self, slot: int, pages: list[int]) -> None:
+        """Gives it a slot, in which it reads everything, of a histogram that counts from 0."""
+        self.slot, self.pages, self.prefilled = slot, pages, 0
+        self.reads, self.slot_histogram = self.prompt + self.emitted, np.zeros((1,), int)
 
     def count_rounds(self, budget: int, histogram: np.ndarray) -> int:
         """Takes in the slot's histogram after a burst of this budget; returns its rounds."""
-        rounds = int(histogram.sum() - self.histogram.sum())
+        rounds = int(histogram.sum() - self.slot_histogram.sum())
         self.budgets[budget] = self.budgets.get(budget, 0) + rounds
-        self.histogram = histogram
+        # States of different kinds have histograms of different lengths.
+        total = np.zeros((max(len(self.histogram), len(histogram)),), int)
+        for part, sign in ((self.histogram, 1), (histogram, 1), (self.slot_histogram, -1)):
+            total[: len(part)] += sign * part
+        self.histogram, self.slot_histogram = total, histogram
         return rounds
 
 
@@ -94,6 +113,7 @@ class _Flight:
       output: the results.
       histogram: of all slots; None for the first token after a prompt.
       spec: the rounds.
+      most: tokens that a slot can have emitted in them.
       controller: what chose their budget, where that is adaptive; `bucket` is its index.
       begun: when the host had handed them over.
       alone: whether nothing else keeps the device or the host busy until they land, so that their time is known.
@@ -103,6 +123,7 @@ class _Flight:
     output: RoundOutput
     histogram: jax.Array | None
     spec: RoundSpec
+    most: int = 1
     controller: BudgetController | None = None
     bucket: int = 0
     begun: float = 0.0
@@ -138,14 +159,16 @@ class Scheduler:
     """Continuous batching over the slots of one decode state. Not thread-safe: one thread calls it.
 
     Requests are admitted in the order of their arrival, none overtakes another: each waits for a free slot, for pages
-    for its prompt and text, and, where the state is of another kind (that of a drafter, of the target's own head), for
-    the requests before it to end. Requests that draft in different ways decode in turns, a burst each. Before the first
-    request of an adaptive budget, rounds are timed, for which all slots must be free: it waits for that too.
+    for its prompt and text (`lazy`: for its prompt), and, where the state is of another kind (that of a drafter, of
+    the target's own head), for the requests before it to end. Requests that draft in different ways decode in turns, a
+    burst each. Before the first request of an adaptive budget, rounds are timed, for which all slots must be free: it
+    waits for that too.
 
     Attributes:
       engine: whose models decode.
       slots, capacity: requests decoded at once, and tokens that one of them can hold.
       pool: pages of the state.
+      preemptions: how often a request had to give its slot back.
       needs: the parts of the sampling state that the requests of now need; None where all of them are greedy.
     """
 
@@ -159,6 +182,7 @@ class Scheduler:
         burst: int | None = None,
         interleave: bool = False,
         few_programs: bool = False,
+        lazy: bool = False,
     ):
         """An empty scheduler.
 
@@ -173,10 +197,13 @@ class Scheduler:
           few_programs: whether needs are rounded up (`sampling.NEEDS_LEVELS`), so that fewer programs are compiled, of
             which some do more than their requests need, and whether the state is from the start that of the requests
             which leave the method to the engine.
+          lazy: whether requests get pages as their texts grow. Where none are left the request that was admitted last
+            gives its slot and pages back and is first in the queue; it reads what it had emitted again and goes on.
         """
         self.engine, self.slots, self.capacity = engine, slots, capacity
         self.pool = PagePool(pages or slots * (capacity // engine.page_size), engine.page_size)
         self._burst, self._interleave, self._few_programs = burst, interleave, few_programs
+        self._lazy, self.preemptions = lazy, 0
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}  # by slot
         self._prefilling: collections.deque[Request] = collections.deque()
@@ -243,6 +270,12 @@ class Scheduler:
         landing, self._flying = self._flying, []
         if self._admit():  # which may have compiled
             landing = [dataclasses.replace(flight, alone=False) for flight in landing]
+        chunks: list[tuple[Request, Chunk]] = []
+        if self._lazy and not self._grow(landing):
+            # There are too few pages for what may be coming: first see what has come.
+            chunks, landing = [pair for flight in landing for pair in self._land(flight)], []
+            while not self._grow(landing):
+                self._preempt()
         quiet = not self._prefilling
         if self._prefilling:
             self._prefill_chunk(self._prefilling[0])
@@ -252,7 +285,7 @@ class Scheduler:
             self._flying[0].alone = True
         if any(f.controller is not None and f.bucket and f.controller.unsure() for f in self._flying):
             landing, self._flying = [*landing, *self._flying], []
-        return [pair for flight in landing for pair in self._land(flight)]
+        return [*chunks, *(pair for flight in landing for pair in self._land(flight))]
 
     def check(self) -> None:
         """Walks slots, pages and the device's state; raises `RuntimeError` that names what is not in order."""
@@ -265,7 +298,8 @@ class Scheduler:
         for slot, request in self._running.items():
             if request.slot != slot or not 0 <= slot < self.slots:
                 problems.append(f"slot {slot} runs a request of slot {request.slot}")
-            if len(request.pages) != self.pool.pages_for(request.tokens):
+            whole, now = self.pool.pages_for(request.tokens), self.pool.pages_for(request.known)
+            if not (now if self._lazy else whole) <= len(request.pages) <= whole:
                 problems.append(f"slot {slot} has {len(request.pages)} pages for {request.tokens} tokens")
         if any(request.slot is not None or request.pages for request in self._waiting):
             problems.append("a waiting request holds a slot or pages")
@@ -300,12 +334,15 @@ class Scheduler:
             untimed = request.spec.buckets and self.curve_key(request.spec) not in self.engine.controllers
             if untimed and len(self._running) > len(fresh):
                 break
-            if self.pool.pages_for(request.tokens) > self.pool.free:
+            tokens = self._pages_until(request, []) if self._lazy else request.tokens
+            # Who has just been admitted should not be the first to lose its pages again.
+            spare = len(self._running) if self._lazy else 0
+            if self.pool.pages_for(tokens) + spare > self.pool.free:
                 break
             self._waiting.popleft()
-            request.slot = next(slot for slot in range(self.slots) if slot not in self._running)
-            request.pages = self.pool.allocate(request.tokens)
-            self._running[request.slot] = request
+            slot = next(slot for slot in range(self.slots) if slot not in self._running)
+            request.begin(slot, self.pool.allocate(tokens))
+            self._running[slot] = request
             self._prefilling.append(request)
             fresh.append(request)
         if fresh:
@@ -315,6 +352,42 @@ class Scheduler:
         for request in fresh:
             self._prepare(request)
         return bool(fresh)
+
+    def _pages_until(self, request: Request, landing: Sequence[_Flight]) -> int:
+        """Tokens for which a request must hold pages before the next burst, with what is still in flight."""
+        spec, buffer = request.spec, self._buffer(request.spec)
+        burst = buffer if self._burst is None else min(self._burst * spec.max_emitted, buffer)
+        coming = sum(flight.most for flight in landing if any(owner is request for _, owner in flight.owners))
+        return min(request.tokens, request.known + coming + 1 + burst)
+
+    def _grow(self, landing: Sequence[_Flight]) -> bool:
+        """Gives requests the pages that their next burst may need, the oldest first; False if there are too few."""
+        for request in self._running.values():
+            tokens = self._pages_until(request, landing)
+            missing = self.pool.pages_for(tokens) - len(request.pages)
+            if missing > self.pool.free:
+                return False
+            if missing > 0:
+                request.pages = request.pages + self.pool.allocate(missing * self.pool.page_size)
+                assert self._state is not None and request.slot is not None
+                table = self._table(request.pages)
+                self._state = self.engine.programs.assign_pages(self._state, request.slot, table)
+        return True
+
+    def _preempt(self) -> None:
+        """The youngest request makes room and waits, before all others. Nothing of it is in flight.
+
+        The oldest never has to: it fits alone.
+        """
+        youngest = next(reversed(self._running.values()))
+        self._release([youngest])
+        self._waiting.appendleft(youngest)
+        self.preemptions += 1
+
+    def _table(self, pages: Sequence[int]) -> list[int]:
+        """A slot's block table. Unused entries repeat a page of its own: never read, and never another slot's."""
+        width = self.capacity // self.pool.page_size
+        return [*pages, *[pages[-1]] * width][:width]
 
     def _serves(self, spec: RoundSpec) -> bool:
         """Whether there is a state that can hold such a request. Without a draft any can."""
@@ -381,14 +454,14 @@ class Scheduler:
         assert self._state is not None and request.slot is not None
         sampling = None
         if self.needs is not None:
-            sampling = slot_settings(request.params, self.needs, engine.target.config.vocab_size)
-        width = self._state.block_tables.shape[1]
-        # Unused entries repeat a page of the slot's own: they are never read, and never another slot's.
-        table = (request.pages + [request.pages[-1]] * width)[:width]
+            vocab = engine.target.config.vocab_size
+            sampling = slot_settings(request.params, self.needs, vocab, request.emitted)
+        table = self._table(request.pages)
         eos = () if request.params.ignore_eos else engine.target.config.eos_token_ids
         places = self._state.stop_ids.shape[1]
         stop_ids = (*eos, *([-1] * places))[:places]
-        self._state = programs.admit(self._state, request.slot, table, request.limit, stop_ids, sampling)
+        left = request.limit - len(request.emitted)
+        self._state = programs.admit(self._state, request.slot, table, left, stop_ids, sampling)
 
     # ---------------------------------------------------------------- work for the device
 
@@ -404,11 +477,11 @@ class Scheduler:
     def _prefill_chunk(self, request: Request) -> None:
         """Hands the device the next piece of a prompt. The prompts in line take turns where decoding goes on."""
         assert self._state is not None and request.slot is not None
-        if not request.prefilled:
+        if not request.started:
             request.started = time.perf_counter()
         chunk = self.engine.prefill_chunk
-        piece = request.prompt[request.prefilled : request.prefilled + chunk]
-        last = request.prefilled + len(piece) == len(request.prompt)
+        piece = request.reads[request.prefilled : request.prefilled + chunk]
+        last = request.prefilled + len(piece) == len(request.reads)
         padded = piece + [0] * (chunk - len(piece))
         spec = _prefill_spec(self._full_spec(request.spec))
         result = self.engine.programs.prefill(self._state, request.slot, padded, len(piece), last, spec)
@@ -450,7 +523,8 @@ class Scheduler:
             assert result is not None
             self._state, (output, histogram) = result
             begun = time.perf_counter()
-            self._flying.append(_Flight(owners, output, histogram, spec, controller, bucket, begun))
+            most = min(rounds * spec.max_emitted, buffer)
+            self._flying.append(_Flight(owners, output, histogram, spec, most, controller, bucket, begun))
 
     # ---------------------------------------------------------------- results
 
@@ -466,11 +540,13 @@ class Scheduler:
             if request.slot is None:
                 continue  # ended in an earlier flight; these are its surplus rounds
             count = int(output.count[row])
-            update = request.checker.push(output.tokens[row, :count].tolist())
+            fresh = output.tokens[row, :count].tolist()
+            request.emitted += fresh
+            update = request.checker.push(fresh)
             logprobs = _token_logprobs(output, row, len(update.token_ids), request.params.logprobs)
             request.logprobs += logprobs
             if histogram is None:
-                request.first_token = time.perf_counter()
+                request.first_token = request.first_token or time.perf_counter()
             else:
                 rounds = max(rounds, request.count_rounds(flight.spec.budget, histogram[row]))
             if output.ranks is not None and self.engine.on_ranks is not None:

@@ -22,6 +22,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", type=int, help="longest prompt + text, in tokens")
     parser.add_argument("--max-slots", type=int, default=8, help="requests decoded at once")
     parser.add_argument("--max-queue", type=int, default=64, help="requests that may wait beside those")
+    parser.add_argument(
+        "--cache-tokens", type=int, metavar="N",
+        help="tokens of all requests together that the caches hold (default: --max-slots times --max-model-len)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=50051, help="0 takes one that is free")
     parser.add_argument("--token-file", type=Path, help="bearer tokens, one a line, one of which each call must have")
@@ -62,9 +66,17 @@ async def _serve(args: argparse.Namespace) -> None:
         kernels=args.kernels,
         max_slots=args.max_slots,
     )
+    pages = None
+    if args.cache_tokens is not None:
+        pages = -(-args.cache_tokens // engine.page_size)
+        if pages * engine.page_size < engine.max_model_len:
+            raise UserError(
+                f"--cache-tokens must be at least {engine.max_model_len}, the longest request (--max-model-len), "
+                f"found {args.cache_tokens}"
+            )
     server = Server(
         engine, args.host, args.port, args.max_queue,
-        warm_up=args.warm_up, tokens=tokens, credentials=credentials,
+        warm_up=args.warm_up, tokens=tokens, credentials=credentials, pages=pages,
     )  # fmt: skip
     starting = asyncio.create_task(server.start())
     waiting = asyncio.create_task(stopping.wait())

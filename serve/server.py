@@ -130,6 +130,7 @@ class Server:
         warm_up: str = "default",
         tokens: Sequence[str] = (),
         credentials: grpc.ServerCredentials | None = None,
+        pages: int | None = None,
     ):
         """Not listening yet; call it in a running event loop.
 
@@ -141,6 +142,7 @@ class Server:
           warm_up: one of `WARM_UPS`: what is compiled before the server is healthy.
           tokens: one of which every call must bear, health checks aside; none if empty.
           credentials: for TLS; None for plain text.
+          pages: see `Engine.scheduler`.
 
         Raises:
           UserError: the port cannot be had.
@@ -169,7 +171,7 @@ class Server:
         def lost() -> None:
             loop.call_soon_threadsafe(self._lost.set)
 
-        self._worker = Worker(engine, max_queue, lost)
+        self._worker = Worker(engine, max_queue, lost, pages)
         self._watch: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
         pb_grpc.add_DFlashServicer_to_server(Service(self._worker), self._server)

@@ -37,12 +37,16 @@ class Stats:
     pages: int
     pages_free: int
     page_size: int
+    preemptions: int
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Stats":
         """Of a scheduler; on its own thread."""
         pool = scheduler.pool
-        return cls(scheduler.slots, scheduler.running, scheduler.waiting, pool.pages, pool.free, pool.page_size)
+        return cls(
+            scheduler.slots, scheduler.running, scheduler.waiting, pool.pages, pool.free, pool.page_size,
+            scheduler.preemptions,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,15 +74,18 @@ class Worker:
       stats: of the last step.
     """
 
-    def __init__(self, engine: Engine, max_queue: int, on_lost: Callable[[], None] = lambda: None):
+    def __init__(
+        self, engine: Engine, max_queue: int, on_lost: Callable[[], None] = lambda: None, pages: int | None = None
+    ):
         """Starts the thread.
 
         Args:
           engine: used by this thread alone from now on (`Engine.request` aside, which only reads).
           max_queue: requests that may wait beside those in slots.
+          pages: see `Engine.scheduler`.
           on_lost: called on the thread when it ends because the engine is lost; all requests have been told by then.
         """
-        self.engine, self._on_lost = engine, on_lost
+        self.engine, self._on_lost, self._pages = engine, on_lost, pages
         self._scheduler = self._new_scheduler()
         self.stats = Stats.of(self._scheduler)
         self._limit = self._scheduler.slots + max_queue
@@ -130,7 +137,7 @@ class Worker:
     def _new_scheduler(self) -> Scheduler:
         engine = self.engine
         return engine.scheduler(
-            engine.max_slots, engine.max_model_len, burst=1, interleave=True, few_programs=True
+            engine.max_slots, engine.max_model_len, burst=1, interleave=True, few_programs=True, pages=self._pages
         )
 
     def _run(self) -> None:

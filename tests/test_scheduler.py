@@ -211,6 +211,47 @@ def test_a_state_of_another_kind_waits_for_its_turn() -> None:
     one.close()
 
 
+def test_a_preempted_request_goes_on_with_its_text() -> None:
+    """Two texts of four pages each in five pages: the younger one begins again, sampling and penalties as they were."""
+    params = dataclasses.replace(TREE, max_new_tokens=150, temperature=1.1, frequency_penalty=0.7, logprobs=1)
+    lengths = (100, 90, 20)
+
+    def make() -> Scheduler:
+        return Scheduler(engine(), 2, 512, pages=5, burst=1, interleave=True, lazy=True)
+
+    def ask(to: Scheduler, length: int) -> Request:
+        return submit(to, length, dataclasses.replace(params, seed=length))
+
+    expected = {}
+    for length in lengths:
+        one = make()
+        request = ask(one, length)
+        expected[length] = completions(run(one))[request]
+        assert one.preemptions == 0
+        one.close()
+    one = make()
+    requests = {length: ask(one, length) for length in lengths}
+    slots: list[int | None] = []
+
+    def note() -> bool:
+        slots.append(requests[100].slot)
+        return False
+
+    chunks = run(one, note, limit=1000)
+    done = completions(chunks)
+    assert one.preemptions > 0 and at_rest(one)
+    assert len({slot for slot in slots if slot is not None}) == 1  # the oldest stays where it is
+    for length, request in requests.items():
+        own = [chunk for r, chunk in chunks if r is request]
+        assert [i for chunk in own for i in chunk.token_ids] == expected[length].token_ids
+        assert done[request].text == expected[length].text
+        assert [p.token_id for p in done[request].logprobs or []] == expected[length].token_ids
+        rounds = done[request].rounds
+        assert sum(done[request].accepted_length_histogram) == sum(done[request].tree_budgets.values()) == rounds
+        assert abs(rounds - expected[length].rounds) <= 3 * one.preemptions  # a prompt that is read emits a token too
+    one.close()
+
+
 def test_with_few_programs_whoever_drafts_can_join() -> None:
     """An autoregressive request that was there first has the drafter's state, and needs are rounded up."""
     one = engine().scheduler(2, 512, burst=1, interleave=True, few_programs=True)

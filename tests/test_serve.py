@@ -324,9 +324,13 @@ def test_the_client_says_that_there_is_no_server(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.startswith("error: UNAVAILABLE from 127.0.0.1:1: ")
 
 
-def test_flags_that_cannot_be_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_cannot_be_are_one_line(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     from serve.__main__ import main
 
+    words = ["--model", str(pair[0]), "--draft-model", str(pair[1]), "--max-model-len", "512", "--cache-tokens", "448"]
+    assert main(words) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: --cache-tokens must be at least 512, the longest request")
     assert main(["--max-slots", "0"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --max-slots must be at least 1") and err.count("\n") == 1

@@ -110,9 +110,9 @@ async def send(stub: pb_grpc.DFlashStub, ask: Ask) -> str:
     return end
 
 
-async def soak(asks: list[Ask], at_once: int) -> list[str]:
+async def soak(asks: list[Ask], at_once: int, pages: int | None) -> list[str]:
     """All of them, so many at a time; then everything must be as before."""
-    server = Server(engine(), "127.0.0.1", 0, max_queue=len(asks), warm_up="none")
+    server = Server(engine(), "127.0.0.1", 0, max_queue=len(asks), warm_up="none", pages=pages)
     await server.start()
     lock = asyncio.Semaphore(at_once)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -137,7 +137,9 @@ async def soak(asks: list[Ask], at_once: int) -> list[str]:
     return ends
 
 
-def run(count: int, at_once: int, ways: tuple, sampled: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(
+    count: int, at_once: int, ways: tuple, sampled: tuple, monkeypatch: pytest.MonkeyPatch, pages: int | None = None
+) -> None:
     step = Scheduler.step
 
     def checked(self: Scheduler) -> list:
@@ -149,7 +151,7 @@ def run(count: int, at_once: int, ways: tuple, sampled: tuple, monkeypatch: pyte
     for ask in asks:  # before the server has the engine for itself
         alone(ask.length, ask.params)
     monkeypatch.setattr(Scheduler, "step", checked)
-    ends = asyncio.run(asyncio.wait_for(soak(asks, at_once), 1500))
+    ends = asyncio.run(asyncio.wait_for(soak(asks, at_once, pages), 1500))
     assert set(ends) == {"finished", "cancelled", "late"} and ends.count("finished") >= 0.6 * count
     assert ends.count("cancelled") >= 0.1 * count
     gc.collect()
@@ -161,6 +163,6 @@ def test_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at_once", [1, 4, 16])
-def test_many(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(200, at_once, ALL, ALL_SAMPLED, monkeypatch)
+@pytest.mark.parametrize(("at_once", "pages"), [(1, None), (4, None), (16, None), (16, 9)])
+def test_many(at_once: int, pages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(200, at_once, ALL, ALL_SAMPLED, monkeypatch, pages)

@@ -240,7 +240,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "device", "uptime_seconds", "slots", "running", "waiting", "pages", "pages_free", "page_size")
+    __slots__ = ("version", "device", "uptime_seconds", "slots", "running", "waiting", "pages", "pages_free", "page_size", "preemptions")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +250,7 @@ class GetServerInfoResponse(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     uptime_seconds: float
@@ -259,4 +260,5 @@ class GetServerInfoResponse(_message.Message):
     pages: int
     pages_free: int
     page_size: int
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
