@@ -68,6 +68,33 @@ def assign_pages(
     return dataclasses.replace(state, block_tables=state.block_tables.at[slot].set(table)), None
 
 
+def copy_slot(
+    state: DecodeState, source: DecodeState, slot: Int[Array, ""], place: Int[Array, ""], tokens: Int[Array, ""]
+) -> tuple[DecodeState, None]:
+    """Puts what a slot of `source` holds besides pages into a slot of `state`, which then has read `tokens` tokens."""
+
+    def copied(all_slots: Array, own: Array | None, axis: int) -> Array:
+        assert own is not None
+        row = jax.lax.dynamic_index_in_dim(own, place, axis, keepdims=True)
+        return jax.lax.dynamic_update_slice_in_dim(all_slots, row, slot, axis)
+
+    cache, other = state.cache, source.cache
+    cache = dataclasses.replace(
+        cache,
+        recurrent=copied(cache.recurrent, other.recurrent, 1),
+        conv=copied(cache.conv, other.conv, 1),
+    )
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        lengths=state.lengths.at[slot].set(tokens),
+        taps=None if state.taps is None else copied(state.taps, source.taps, 0),
+        num_taps=copied(state.num_taps, source.num_taps, 0),
+        next_tokens=None if state.next_tokens is None else copied(state.next_tokens, source.next_tokens, 0),
+    )
+    return state, None
+
+
 def release_slots(state: DecodeState, slots: Bool[Array, " B"]) -> tuple[DecodeState, None]:
     """Stops decoding in the slots marked (a stop string, which only the host can see)."""
     return dataclasses.replace(state, active=state.active & ~slots), None
@@ -152,14 +179,18 @@ class Programs:
         many rows its products with weights have.
         """
         donate = 0 if weights is None else 1
-        leaves, structure = jax.tree.flatten(arguments[donate])
+        leaves, structure = jax.tree.flatten([x for x in arguments if isinstance(x, DecodeState)])
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         key = (name, key, shapes, structure)
         if key not in self.compiled:
             self.on_compile(name)
             start = time.perf_counter()
             specs = tuple(
-                [w.specs for w in weights or ()] if i < donate else state_specs(x) if i == donate else REPLICATED
+                [w.specs for w in weights or ()]
+                if i < donate
+                else state_specs(x)
+                if isinstance(x, DecodeState)
+                else REPLICATED
                 for i, x in enumerate(arguments)
             )
             sharded = shard_program(function, self._mesh, specs, (specs[donate], REPLICATED))
@@ -302,7 +333,14 @@ class Programs:
     def assign_pages(self, state: DecodeState, slot: int, table: Any) -> DecodeState:
         """See `assign_pages`."""
         arguments = (state, np.asarray(slot, np.int32), np.asarray(table, np.int32))
-        return self._get((), "assign_pages", assign_pages, arguments, 0)(*arguments)[0]
+        return self._get((), "assign_pages", assign_pages, arguments)(*arguments)[0]
+
+    def copy_slot(
+        self, state: DecodeState, slot: int, source: DecodeState, place: int, tokens: int
+    ) -> DecodeState:
+        """See `copy_slot`."""
+        arguments = (state, source, *(np.asarray(x, np.int32) for x in (slot, place, tokens)))
+        return self._get((), "copy_slot", copy_slot, arguments)(*arguments)[0]
 
     def release(self, state: DecodeState, slots: Any) -> DecodeState:
         """See `release_slots`."""
