@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from dflash_jax import Completion, Engine, SamplingParams
+from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
-from dflash_jax.scheduler import Request, Scheduler
+from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
 from serve import messages
 from serve.proto import dflash_pb2 as pb
