@@ -211,6 +211,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--speed-only", action="store_true", help="leave out which drafts were accepted")
     parser.add_argument("--json", type=Path, help="write the raw figures there")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures there (needs matplotlib)")
     return parser
@@ -248,7 +249,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             rows = []
             for method, variant in methods.items():
                 runs = results[method]
-                drafts = None if variant.params.method == "ar" else accepted(engine, ids, variant)
+                no_drafts = args.speed_only or variant.params.method == "ar"
+                drafts = None if no_drafts else accepted(engine, ids, variant)
                 figures = summarise(method, runs, None if method == first else results[first][0], drafts)
                 rows.append({"set": name, "temperature": temperature} | figures)
             print(table(rows, machine), flush=True)

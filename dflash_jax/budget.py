@@ -13,6 +13,9 @@ A bucket larger than those that ran lately is taken to gain on the next smaller 
 
 **Exploration.** Rounds without a draft say nothing about drafts, and small trees nothing about large ones. Both are
 tried now and then, for as much time as a fixed share of the decoding time pays: it is what trying can cost at most.
+
+**Bursts.** A burst also costs what the host takes to start it and to read its results, which is nothing beside a round
+of a large model and many rounds of a tiny one. It is measured with the curve, and bursts are as long as makes it small.
 """
 
 import dataclasses
@@ -39,10 +42,12 @@ HOPE = 1.2
 MARGIN = 1.1
 # Share of the decoding time that trying other buckets may cost.
 EXPLORATION = 0.01
-# Seconds that a device idles if the host waits for its results, and how often a new text is not worth drafting for.
+# Seconds that a device idles at least if the host waits for its results, and how often a new text is not worth a draft.
 HOST_SECONDS, SURPRISE = 5e-4, 0.1
-# Rounds a burst: first or when trying, and at most, with drafts and without.
+# Rounds a burst: first or when trying, and at most, with drafts and without, unless starting a burst costs more than
+# these shares of its time: of the first one of a text that is known well enough, and of the longest.
 FIRST_BURST, LONGEST_BURST, LONGEST_PLAIN_BURST = 2, 16, 64
+FIRST_SHARE, LONGEST_SHARE = 0.05, 0.01
 
 
 def buckets_of(block_size: int, on_cpu: bool) -> tuple[int, ...]:
@@ -57,22 +62,43 @@ def buckets_of(block_size: int, on_cpu: bool) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class LatencyCurve:
-    """Seconds of one round by bucket, on one device and for one state shape (slots, capacity)."""
+    """Times on one device, for one state shape (slots, capacity).
+
+    Attributes:
+      buckets: budgets.
+      seconds: of one round of each bucket.
+      start: seconds of a burst beside its rounds.
+    """
 
     buckets: tuple[int, ...]
     seconds: tuple[float, ...]
+    start: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises `ValueError` unless there is one positive time a bucket and bucket 0 is the first."""
         if len(self.buckets) != len(self.seconds) or self.buckets[:1] != (0,) or min(self.seconds) <= 0:
-            raise ValueError(f"a latency curve needs a positive time for each of {self.buckets}, got {self.seconds}")
+            raise ValueError(
+                f"a latency curve needs a positive time for each of {self.buckets}, got {self.seconds}"
+            )
+
+    def rounds_for(self, index: int, share: float) -> int:
+        """Rounds of a burst of a bucket whose start takes this share of the time of its rounds."""
+        return int(self.start / (share * self.seconds[index]))
+
+    def with_start(self, most: int) -> "LatencyCurve":
+        """The same with each round's part of the start of a burst, if no burst may have more rounds than `most`."""
+        longest = [max(LONGEST_BURST, self.rounds_for(k, LONGEST_SHARE)) for k in range(len(self.buckets))]
+        seconds = (
+            s + self.start / min(most, rounds) for s, rounds in zip(self.seconds, longest, strict=True)
+        )
+        return dataclasses.replace(self, seconds=tuple(seconds), start=0.0)
 
 
 def choose(curve: LatencyCurve, tokens: Sequence[float] | np.ndarray) -> int:
     """Index of the bucket that emits most tokens a second, 0 unless another gains by `MARGIN`; the smallest of equals.
 
     Args:
-      curve: seconds of a round.
+      curve: seconds of a round, which may have its part of a burst's start in them.
       tokens: expected tokens of a round, a bucket.
     """
     rates = np.asarray(tokens) / np.asarray(curve.seconds)
@@ -96,7 +122,9 @@ class _Sums:
     def empty(cls, size: int) -> "_Sums":
         return cls(np.zeros(size), np.zeros(size), np.zeros(size), np.zeros((2, size)))
 
-    def add(self, shown: np.ndarray, rounds: int, reached: np.ndarray, predicted: np.ndarray, keep: float) -> None:
+    def add(
+        self, shown: np.ndarray, rounds: int, reached: np.ndarray, predicted: np.ndarray, keep: float
+    ) -> None:
         """Takes in the rounds of one burst, of all slots; a bucket that they do not show stays as seen last."""
         fade = np.where(shown, keep**rounds, 1.0)
         extra = np.stack([reached, np.concatenate([[rounds], reached[:-1]])])
@@ -140,7 +168,9 @@ class BudgetController:
                 predicted = calibration * short.predicted[k] / rounds
                 value = 1 + (PREDICTION_WEIGHT * predicted + short.reached[k]) / (PREDICTION_WEIGHT + rounds)
             elif k == 1:
-                value = 1 + (long.reached[1] / long.rounds[1] if long.rounds[1] > 0 else self.curve.buckets[1] / 2)
+                value = 1 + (
+                    long.reached[1] / long.rounds[1] if long.rounds[1] > 0 else self.curve.buckets[1] / 2
+                )
             else:
                 before = (long.ratio[0, k] + TRUST * HOPE) / (long.ratio[1, k] + TRUST)
                 ratio = (short.ratio[0, k] + TRUST * before) / (short.ratio[1, k] + TRUST)
@@ -155,28 +185,37 @@ class BudgetController:
 
     def next(self, most: int) -> tuple[int, int]:
         """Index of the bucket of the next burst, and how many rounds it should have, of `most` at most."""
-        seconds = self.curve.seconds
+        curve, usual = self.curve, self.curve.with_start(most)
         tokens = self.expected_tokens()
-        best = choose(self.curve, tokens)
-        index, rounds = self._trial(best, tokens, min(FIRST_BURST, most)), FIRST_BURST
+        best = choose(usual, tokens)
+        index, rounds = self._trial(best, tokens, usual, min(FIRST_BURST, most)), FIRST_BURST
         if index is None:
+            longest = max(
+                LONGEST_BURST if best else LONGEST_PLAIN_BURST, curve.rounds_for(best, LONGEST_SHARE)
+            )
             if best != self._last or self._fresh:
-                drafting = FIRST_BURST if self.unsure() else 4 * FIRST_BURST
-                self._burst = drafting if best else LONGEST_BURST  # a plain round has nothing to tell
+                first = 4 * FIRST_BURST if best else LONGEST_BURST  # a plain round has nothing to tell
+                first = max(first, min(curve.rounds_for(best, FIRST_SHARE), longest))
+                self._burst = FIRST_BURST if best and self.unsure() else first
             index, rounds, self._last = best, self._burst, best
-            self._burst = min(2 * self._burst, LONGEST_BURST if best else LONGEST_PLAIN_BURST)
+            self._burst = min(2 * self._burst, longest)
         rounds = min(rounds, most)
         if index == 0:  # nothing new on drafts, and what is known grows old
             self._short.weaken(SHORT_MEMORY**rounds)
             self._stale[:] = True
         self._fresh = False
-        self._since_trial += rounds
-        self._credit = min(self._credit + EXPLORATION * rounds * seconds[index], FIRST_BURST * seconds[1])
         return index, rounds
 
-    def _trial(self, best: int, tokens: np.ndarray, rounds: int) -> int | None:
+    def ran(self, index: int, rounds: int) -> None:
+        """Takes in how many rounds of a burst there were before its texts ended."""
+        curve = self.curve
+        self._since_trial += rounds
+        saved = self._credit + EXPLORATION * rounds * curve.seconds[index]
+        self._credit = min(saved, FIRST_BURST * curve.seconds[1] + curve.start)
+
+    def _trial(self, best: int, tokens: np.ndarray, usual: LatencyCurve, rounds: int) -> int | None:
         """A bucket to try for so many rounds instead of the best one, if there is time for it, which is then spent."""
-        seconds = np.asarray(self.curve.seconds)
+        seconds = np.asarray(usual.seconds)
         index = best + 1
         if best == 0:  # the most promising draft
             index += int(np.argmax(tokens[1:] / seconds[1:]))
@@ -184,7 +223,8 @@ class BudgetController:
         soon = self._fresh and best == 0
         if index >= len(tokens) or not (self._stale[index] or soon):
             return None
-        loss = max(rounds * float(seconds[index] - tokens[index] / tokens[best] * seconds[best]), 0.0)
+        spent = rounds * self.curve.seconds[index] + self.curve.start
+        loss = max(spent - rounds * float(tokens[index] / tokens[best] * seconds[best]), 0.0)
         if self._credit < (0.0 if soon else loss) or not (soon or self._since_trial >= LONGEST_BURST):
             return None
         self._credit -= loss
@@ -192,21 +232,22 @@ class BudgetController:
         return index
 
     def unsure(self) -> bool:
-        """Whether it pays to wait for what is in flight: drafting for nothing costs more than an idle device."""
-        risk = SURPRISE * FIRST_BURST * (self.curve.seconds[1] - self.curve.seconds[0])
-        return risk > HOST_SECONDS and float(self._short.rounds[1]) < 4 * FIRST_BURST
+        """Whether the text may not be worth drafts, so that it pays to see the first rounds before starting more."""
+        risk = SURPRISE * 3 * FIRST_BURST * (self.curve.seconds[1] - self.curve.seconds[0])
+        return risk > max(HOST_SECONDS, self.curve.start) and float(self._short.rounds[1]) < 4 * FIRST_BURST
 
-    def timed(self, index: int, seconds: float) -> None:
-        """Corrects the curve by the seconds that a round of a burst took.
+    def timed(self, index: int, seconds: float, rounds: int) -> None:
+        """Corrects the curve by the seconds that a burst of so many rounds took.
 
         What differs from the curve is part a load of the machine, which concerns all buckets, and part an error of this
         one; each takes its share, and as buckets alternate the errors vanish.
         """
-        surprise = float(np.clip(seconds / self.curve.seconds[index] / self._load, 0.5, 2.0)) ** 0.2
+        usual = rounds * self.curve.seconds[index] + self.curve.start
+        surprise = float(np.clip(seconds / usual / self._load, 0.5, 2.0)) ** 0.2
         self._load *= surprise
         corrected = list(self.curve.seconds)
         corrected[index] *= surprise
-        self.curve = LatencyCurve(self.curve.buckets, tuple(corrected))
+        self.curve = dataclasses.replace(self.curve, seconds=tuple(corrected))
 
     def observe(self, index: int, evidence: Evidence) -> None:
         """Takes in what a burst has shown.
@@ -238,10 +279,13 @@ def measure_curve(
       page_size: tokens a page.
 
     Returns:
-      The state, and the median of three runs each. Of several processes all get the first one's.
+      The state, and the curve: medians of three runs each, of one round and of several, whose difference is that of the
+      rounds between. Of several processes all get the first one's.
     """
     slots, width = state.block_tables.shape
-    pages = state.cache.kv.shape[1]  # may be fewer than all slots can use: what the rounds read does not matter
+    pages = state.cache.kv.shape[
+        1
+    ]  # may be fewer than all slots can use: what the rounds read does not matter
     room = width * page_size // 2
     on_cpu = jax.devices()[0].platform == "cpu"
     drafting = min(2 * FIRST_BURST if on_cpu else LONGEST_BURST, max(room // specs[-1].block_size, 1))
@@ -253,23 +297,33 @@ def measure_curve(
         "remaining": np.full((slots,), width * page_size, np.int32),
         "stop_ids": np.full(state.stop_ids.shape, -1, np.int32),
     }
+
+    def timed(spec: RoundSpec, rounds: int) -> float:
+        nonlocal state
+        # Anew for each: donated buffers must not be shared.
+        fields = programs.replicated({name: jnp.array(value) for name, value in busy.items()})
+        state = jax.block_until_ready(dataclasses.replace(state, **fields))
+        begun = time.perf_counter()
+        result = programs.decode(state, rounds, spec, buffer)
+        assert result is not None
+        state, output = jax.block_until_ready(result)
+        jax.device_get(output)
+        return time.perf_counter() - begun
+
     runs = []
     for _ in range(4):  # the first one warms up
         row = []
         for spec in specs:
             # A burst without drafts begins with the context of the last one, so it has its whole length here.
-            rounds = drafting if spec.budget else min(LONGEST_BURST, spec.block_size)
-            # Anew for each: donated buffers must not be shared.
-            fields = programs.replicated({name: jnp.array(value) for name, value in busy.items()})
-            state = jax.block_until_ready(dataclasses.replace(state, **fields))
-            start = time.perf_counter()
-            result = programs.decode(state, rounds, spec, buffer)
-            assert result is not None
-            state = jax.block_until_ready(result[0])
-            row.append((time.perf_counter() - start) / rounds)
+            many = max(drafting if spec.budget else min(LONGEST_BURST, spec.block_size), 2)
+            few, all_of_them = timed(spec, 1), timed(spec, many)
+            # A disturbed first measurement must not make rounds look free.
+            one = max((all_of_them - few) / (many - 1), 0.5 * all_of_them / many)
+            row.append((one, max(few - one, 0.0)))
         runs.append(row)
-    seconds = np.median(np.asarray(runs[1:], np.float32), axis=0)
+    table = np.median(np.asarray(runs[1:], np.float32), axis=0)
     if jax.process_count() > 1:
-        seconds = multihost_utils.broadcast_one_to_all(seconds)
+        table = multihost_utils.broadcast_one_to_all(table)
     state = dataclasses.replace(state, active=programs.replicated(jnp.zeros((slots,), bool)))
-    return state, LatencyCurve(tuple(spec.budget for spec in specs), tuple(map(float, seconds)))
+    seconds, start = tuple(map(float, table[:, 0])), float(np.median(table[:, 1]))
+    return state, LatencyCurve(tuple(spec.budget for spec in specs), seconds, start)

@@ -1,5 +1,7 @@
 """The engine: models, and what they can be asked for. The public class of the library; `scheduler.py` decodes."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -231,6 +233,7 @@ class Engine:
         interleave: bool = False,
         few_programs: bool = False,
         pages: int | None = None,
+        prefix_bytes: int = 0,
     ) -> Scheduler:
         """A scheduler for requests of up to `tokens` tokens each, prompt and text.
 
@@ -241,13 +244,26 @@ class Engine:
           tokens: see above.
           burst, interleave, few_programs: see `Scheduler`.
           pages: that all slots share, and that requests get as their texts grow; None for as many as slots can use.
+          prefix_bytes: of device memory (of all devices together) for recurrent states of beginnings of prompts, see
+            `PrefixCache`; 0 for no such cache.
         """
+        prefixes = 0
+        if prefix_bytes:
+            prefixes = prefix_bytes // self.prefix_state_bytes()
+            if prefixes < 1:
+                raise UserError(
+                    f"--prefix-cache-mib must hold a state of {self.prefix_state_bytes() / 2**20:.1f} MiB, "
+                    f"found {prefix_bytes / 2**20:.1f}"
+                )
         slots, capacity = power_of_two(min(slots, self.max_slots)), context_capacity(tokens, self.page_size)
         if self._memory is not None:
-            slots = self._memory.fit(slots, capacity, pages).slots
+            limit = self._memory.limit
+            left = None if limit is None else limit - prefix_bytes // self._memory.shards
+            slots = dataclasses.replace(self._memory, limit=left).fit(slots, capacity, pages).slots
         return Scheduler(
             self, slots, capacity,
             burst=burst, interleave=interleave, few_programs=few_programs, pages=pages, lazy=pages is not None,
+            prefixes=prefixes,
         )  # fmt: skip
 
     def state_kind(self, spec: RoundSpec) -> tuple[bool, int]:
@@ -263,9 +279,24 @@ class Engine:
         if kept is not None:
             return kept
         self._states.clear()  # one set of caches at a time
+        return self.new_state(slots, capacity, pages, spec)
+
+    def new_state(
+        self, slots: int, capacity: int, pages: int, spec: RoundSpec, **options: bool
+    ) -> DecodeState:
+        """A new decode state for requests that draft like this; options as of `Programs.init`."""
         drafter = self.drafter.config if self.drafter is not None and spec.budget and not spec.mtp else None
         steps = spec.budget if spec.mtp else 0
-        return self.programs.init(drafter, slots, capacity, self.page_size, mtp_steps=steps, pages=pages)
+        return self.programs.init(
+            drafter, slots, capacity, self.page_size, mtp_steps=steps, pages=pages, **options
+        )
+
+    def prefix_state_bytes(self) -> int:
+        """Bytes of a slot of the usual state, pages aside."""
+        spec = self.spec_of(SamplingParams(), self.page_size)
+        state = self.new_state(1, self.page_size, 1, spec, abstract=True)
+        parts = (state.cache.recurrent, state.cache.conv, state.taps)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in parts if x is not None)
 
     def keep_state(self, state: DecodeState, slots: int, capacity: int, pages: int, spec: RoundSpec) -> None:
         """Keeps a state, none of whose slots is active, for the next `take_state` of its shape."""

@@ -7,6 +7,7 @@ import numpy as np
 
 from dflash_jax.acceptance import reject_and_resample, sample
 from dflash_jax.budget import BudgetController
+from dflash_jax.prefix_cache import Prefix
 from dflash_jax.request import SamplingParams, TokenLogprob
 from dflash_jax.round import RoundOutput, RoundSpec
 from dflash_jax.sampling import TokenLogprobs
@@ -30,6 +31,8 @@ class Request:
       emitted: the tokens that have come back.
       reads: what the device must read before it decodes: the prompt, and after a preemption what was emitted too.
       prefilled: how many of these the device has been given.
+      prefix: the part of these that was there already; None if there was none.
+      cached: how many tokens of the prompt were, when the request was first admitted.
     """
 
     prompt: list[int]
@@ -43,6 +46,8 @@ class Request:
     emitted: list[int] = dataclasses.field(default_factory=list)
     reads: list[int] = dataclasses.field(default_factory=list)
     prefilled: int = 0
+    prefix: Prefix | None = None
+    cached: int = 0
     histogram: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1,), int))
     slot_histogram: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1,), int))
     budgets: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -66,9 +71,12 @@ class Request:
         """Whether the device has all that it must read."""
         return self.slot is not None and self.prefilled == len(self.reads)
 
-    def begin(self, slot: int, pages: list[int]) -> None:
-        """Gives it a slot, in which it reads everything, of a histogram that counts from 0."""
-        self.slot, self.pages, self.prefilled = slot, pages, 0
+    def begin(self, slot: int, pages: list[int], prefix: Prefix | None) -> None:
+        """Gives it a slot, in which it reads all but the prefix, of a histogram that counts from 0."""
+        self.slot, self.pages, self.prefix = slot, pages, prefix
+        self.prefilled = 0 if prefix is None else prefix.tokens
+        if not self.emitted:
+            self.cached = self.prefilled
         self.reads, self.slot_histogram = self.prompt + self.emitted, np.zeros((1,), int)
 
     def count_rounds(self, budget: int, histogram: np.ndarray) -> int:

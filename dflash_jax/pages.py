@@ -1,14 +1,18 @@
 """Host-side bookkeeping of cache pages."""
 
+import collections
+from collections.abc import Iterable
+
 from dflash_jax.errors import UserError
 
 
 class PagePool:
-    """Hands out page numbers and takes them back."""
+    """Hands out page numbers and takes them back. A page may have several holders and is free when none is left."""
 
     def __init__(self, pages: int, page_size: int):
         self.pages, self.page_size = pages, page_size
         self._free = list(range(pages - 1, -1, -1))
+        self._holders: collections.Counter[int] = collections.Counter()
 
     @property
     def free(self) -> int:
@@ -31,13 +35,25 @@ class PagePool:
             raise UserError(
                 f"{tokens} tokens need {need} cache pages; {len(self._free)} of {self.pages} are free"
             )
-        taken = self._free[-need:][::-1]
-        del self._free[-need:]
+        taken = self._free[len(self._free) - need :][::-1]
+        del self._free[len(self._free) - need :]
+        self._holders.update(taken)
         return taken
 
+    def share(self, pages: Iterable[int]) -> None:
+        """One more holder for pages that somebody holds."""
+        for page in pages:
+            if not self._holders[page]:
+                raise ValueError(f"page {page} is free and cannot be shared")
+            self._holders[page] += 1
+
+    def holders(self, page: int) -> int:
+        """How many hold it."""
+        return self._holders[page]
+
     def release(self, pages: list[int]) -> None:
-        """Gives pages back."""
-        held = set(self._free)
-        if held.intersection(pages) or len(set(pages)) != len(pages):
+        """Gives pages back, of one holder."""
+        if len(set(pages)) != len(pages) or any(self._holders[page] < 1 for page in pages):
             raise ValueError("a page was released twice")
-        self._free.extend(reversed(pages))
+        self._holders.subtract(pages)
+        self._free.extend(page for page in reversed(pages) if not self._holders[page])

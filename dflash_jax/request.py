@@ -141,6 +141,7 @@ class Completion:
       token_ids: the generated ids, a stop token included.
       finish_reason: "stop" (a stop token or string) or "length".
       stop: the stop string or stop token id that ended it, if one did.
+      cached_tokens: beginning of the prompt that a server had kept from another request and did not read again.
       rounds: target passes after prefill.
       mean_accepted_length: τ, tokens emitted per round (bonus included); 0 where there was no round.
       accepted_length_histogram: entry n is the number of rounds that emitted n tokens.
@@ -178,6 +179,7 @@ class Completion:
     draft_model: str | None
     seed: int
     logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

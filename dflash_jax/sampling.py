@@ -130,7 +130,11 @@ def rounded_up(needs: SamplingNeeds | None) -> SamplingNeeds | None:
 
 
 def slot_settings(
-    params: SamplingParams, needs: SamplingNeeds, vocab: int, emitted: Sequence[int] = ()
+    params: SamplingParams,
+    needs: SamplingNeeds,
+    vocab: int,
+    emitted: Sequence[int] = (),
+    cached: Sequence[int] = (),
 ) -> SamplingState:
     """One request's row of `SamplingState` (no slot axis).
 
@@ -139,6 +143,7 @@ def slot_settings(
       needs: the parts to be there.
       vocab: size of the vocabulary.
       emitted: tokens of its text so far, for the penalties: not empty if it goes on in another slot.
+      cached: tokens of its prompt that prefill will not read, for the penalties.
     """
     filters = penalties = bias = None
     if needs.filters:
@@ -148,7 +153,7 @@ def slot_settings(
             jnp.float32(params.repetition_penalty),
             jnp.float32(params.presence_penalty),
             jnp.float32(params.frequency_penalty),
-            prompt=jnp.zeros((vocab,), bool),
+            prompt=jnp.bincount(jnp.asarray(cached, jnp.int32), length=vocab) > 0,
             counts=jnp.bincount(jnp.asarray(emitted, jnp.int32), length=vocab).astype(jnp.int32),
         )
     if needs.bias:

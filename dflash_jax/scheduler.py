@@ -21,6 +21,7 @@ from dflash_jax.budget import BudgetController, measure_curve
 from dflash_jax.errors import UserError
 from dflash_jax.flights import Flight, Request, prefill_spec, rounds_of, token_logprobs
 from dflash_jax.pages import PagePool
+from dflash_jax.prefix_cache import Prefix, PrefixCache
 from dflash_jax.request import Chunk, Completion, SamplingParams, TokenLogprob
 from dflash_jax.round import DecodeState, RoundSpec
 from dflash_jax.sampling import SamplingNeeds, rounded_up, slot_settings, widened
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 # Tokens a slot that one burst of rounds can hand to the host.
 BURST_TOKENS = 256
+# Prefill chunks between two states that are kept of a prompt, beside the one at its end.
+CHUNKS_PER_PREFIX = 4
 # Rounds of a burst whose time says how long a round takes, and not how long a call takes.
 SHORTEST_TIMED = 4
 
@@ -49,6 +52,7 @@ class Scheduler:
       slots, capacity: requests decoded at once, and tokens that one of them can hold.
       pool: pages of the state.
       preemptions: how often a request had to give its slot back.
+      prefixes: beginnings of prompts that need not be read again; None without such a cache.
       needs: the parts of the sampling state that the requests of now need; None where all of them are greedy.
     """
 
@@ -63,6 +67,7 @@ class Scheduler:
         interleave: bool = False,
         few_programs: bool = False,
         lazy: bool = False,
+        prefixes: int = 0,
     ):
         """An empty scheduler.
 
@@ -79,11 +84,15 @@ class Scheduler:
             which leave the method to the engine.
           lazy: whether requests get pages as their texts grow. Where none are left the request that was admitted last
             gives its slot and pages back and is first in the queue; it reads what it had emitted again and goes on.
+          prefixes: recurrent states to keep, each of the beginning of a prompt whose pages then stay as well.
         """
         self.engine, self.slots, self.capacity = engine, slots, capacity
         self.pool = PagePool(pages or slots * (capacity // engine.page_size), engine.page_size)
         self._burst, self._interleave, self._few_programs = burst, interleave, few_programs
         self._lazy, self.preemptions = lazy, 0
+        interval = CHUNKS_PER_PREFIX * engine.prefill_chunk
+        self.prefixes = PrefixCache(self.pool, prefixes, interval) if prefixes else None
+        self._store: DecodeState | None = None  # the states of the prefixes, one a slot
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}  # by slot
         self._prefilling: collections.deque[Request] = collections.deque()
@@ -139,6 +148,8 @@ class Scheduler:
         self._waiting.clear()
         self._release(list(self._running.values()))
         self._flying.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
         self._give_back_state()
 
     def step(self) -> list[tuple[Request, Chunk]]:
@@ -170,10 +181,12 @@ class Scheduler:
     def check(self) -> None:
         """Walks slots, pages and the device's state; raises `RuntimeError` that names what is not in order."""
         problems = []
-        held = [page for request in self._running.values() for page in request.pages]
-        if sorted([*held, *self.pool.unused]) != list(range(self.pool.pages)):
+        held = collections.Counter(page for request in self._running.values() for page in request.pages)
+        held.update(self.prefixes.held if self.prefixes is not None else ())
+        counted = {page: self.pool.holders(page) for page in range(self.pool.pages) if self.pool.holders(page)}
+        if held != counted or sorted([*held, *self.pool.unused]) != list(range(self.pool.pages)):
             problems.append(
-                f"{self.pool.pages} pages, but {len(held)} held and {self.pool.free} free: {sorted(held)}"
+                f"{self.pool.pages} pages, but held {dict(held)}, counted {counted}, free {sorted(self.pool.unused)}"
             )
         for slot, request in self._running.items():
             if request.slot != slot or not 0 <= slot < self.slots:
@@ -203,6 +216,7 @@ class Scheduler:
     def _admit(self) -> bool:
         """Gives slots and pages to the requests at the head of the queue, as far as they go; whether there were any."""
         fresh: list[Request] = []
+        timing = False  # whether rounds are timed before these requests begin
         while self._waiting and len(self._running) < self.slots:
             request = self._waiting[0]
             if not self._serves(request.spec):
@@ -212,16 +226,16 @@ class Scheduler:
                 usual = self.engine.spec_of(SamplingParams(), self.capacity) if self._few_programs else request.spec
                 self._make_state(next((r.spec for r in self._waiting if r.spec.budget), usual))
             untimed = request.spec.buckets and self.curve_key(request.spec) not in self.engine.controllers
-            if untimed and len(self._running) > len(fresh):
+            # Timing writes into pages, so with a cache of prefixes none may have been found yet.
+            if untimed and len(self._running) > (len(fresh) if self.prefixes is None else 0):
                 break
-            tokens = self._pages_until(request, []) if self._lazy else request.tokens
-            # Who has just been admitted should not be the first to lose its pages again.
-            spare = len(self._running) if self._lazy else 0
-            if self.pool.pages_for(tokens) + spare > self.pool.free:
+            timing |= bool(untimed)
+            taken = self._take_pages(request, find=not timing)
+            if taken is None:
                 break
             self._waiting.popleft()
             slot = next(slot for slot in range(self.slots) if slot not in self._running)
-            request.begin(slot, self.pool.allocate(tokens))
+            request.begin(slot, *taken)
             self._running[slot] = request
             self._prefilling.append(request)
             fresh.append(request)
@@ -232,6 +246,32 @@ class Scheduler:
         for request in fresh:
             self._prepare(request)
         return bool(fresh)
+
+    def _take_pages(self, request: Request, find: bool) -> tuple[list[int], Prefix | None] | None:
+        """Pages for a request's admission, the first of them those of a kept prefix; None if there are too few."""
+        tokens = self._pages_until(request, []) if self._lazy else request.tokens
+        prefix = None
+        if find and self.prefixes is not None:
+            prefix = self.prefixes.find(request.prompt + request.emitted, self._kind(request))
+        shared = [] if prefix is None else list(prefix.pages)
+        missing = self.pool.pages_for(tokens) - len(shared)
+        # Who has just been admitted should not be the first to lose its pages again.
+        if not self._make_room(missing + (len(self._running) if self._lazy else 0)):
+            self.pool.release(shared)
+            return None
+        return shared + self.pool.allocate(missing * self.pool.page_size), prefix
+
+    def _make_room(self, pages: int) -> bool:
+        """Drops kept prefixes until so many pages are free; whether they are."""
+        while pages > self.pool.free:
+            if self.prefixes is None or not self.prefixes.evict():
+                return False
+        return True
+
+    @staticmethod
+    def _kind(request: Request) -> tuple[bool, bool]:
+        """What the pages of a request hold beside the target's keys and values."""
+        return request.spec.drafts, request.spec.mtp
 
     def _pages_until(self, request: Request, landing: Sequence[Flight]) -> int:
         """Tokens for which a request must hold pages before the next burst, with what is still in flight."""
@@ -245,7 +285,7 @@ class Scheduler:
         for request in self._running.values():
             tokens = self._pages_until(request, landing)
             missing = self.pool.pages_for(tokens) - len(request.pages)
-            if missing > self.pool.free:
+            if not self._make_room(missing):
                 return False
             if missing > 0:
                 request.pages = request.pages + self.pool.allocate(missing * self.pool.page_size)
@@ -278,6 +318,10 @@ class Scheduler:
         self._give_back_state()
         self._state = self.engine.take_state(self.slots, self.capacity, self.pool.pages, spec)
         self._made_for = spec
+        if self.prefixes is not None:
+            self.prefixes.clear()  # pages of another state
+            size = self.pool.page_size
+            self._store = self.engine.new_state(self.prefixes.places, size, 1, spec)
 
     def _give_back_state(self) -> None:
         if self._state is not None:
@@ -322,6 +366,8 @@ class Scheduler:
             programs.decode(self._state, 1, one, self._buffer(spec), compile_only=True)
         if draft.buckets and key not in controllers:
             start = time.perf_counter()
+            if self.prefixes is not None:
+                self.prefixes.clear()  # timing writes into pages
             self._state, curve = measure_curve(
                 programs, self._state, rounds, self._buffer(spec), self.engine.page_size
             )
@@ -335,13 +381,18 @@ class Scheduler:
         sampling = None
         if self.needs is not None:
             vocab = engine.target.config.vocab_size
-            sampling = slot_settings(request.params, self.needs, vocab, request.emitted)
+            cached = request.reads[: request.prefilled]
+            sampling = slot_settings(request.params, self.needs, vocab, request.emitted, cached)
         table = self._table(request.pages)
         eos = () if request.params.ignore_eos else engine.target.config.eos_token_ids
         places = self._state.stop_ids.shape[1]
         stop_ids = (*eos, *([-1] * places))[:places]
         left = request.limit - len(request.emitted)
         self._state = programs.admit(self._state, request.slot, table, left, stop_ids, sampling)
+        if request.prefix is not None:
+            assert self._store is not None
+            prefix = request.prefix
+            self._state = programs.copy_slot(self._state, request.slot, self._store, prefix.place, prefix.tokens)
 
     # ---------------------------------------------------------------- work for the device
 
@@ -360,7 +411,10 @@ class Scheduler:
         if not request.started:
             request.started = time.perf_counter()
         chunk = self.engine.prefill_chunk
-        piece = request.reads[request.prefilled : request.prefilled + chunk]
+        stop = min(request.prefilled + chunk, len(request.reads))
+        if self.prefixes is not None:
+            stop = self.prefixes.end(request.prefilled, stop, len(request.reads))
+        piece = request.reads[request.prefilled : stop]
         last = request.prefilled + len(piece) == len(request.reads)
         padded = piece + [0] * (chunk - len(piece))
         spec = prefill_spec(self._full_spec(request.spec))
@@ -368,6 +422,14 @@ class Scheduler:
         assert result is not None
         self._state, output = result
         request.prefilled += len(piece)
+        if self.prefixes is not None and self.prefixes.keeps(request.prefilled, len(request.reads)):
+            read = request.reads[: request.prefilled]
+            place = self.prefixes.add(read, self._kind(request), request.pages)
+            if place is not None:
+                assert self._store is not None
+                self._store = self.engine.programs.copy_slot(
+                    self._store, place, self._state, request.slot, request.prefilled
+                )
         if last:
             self._prefilling.popleft()
             self._flying.append(Flight([(0, request)], output, None, spec))
@@ -436,9 +498,11 @@ class Scheduler:
             if update.token_ids or update.finish_reason is not None:
                 chunks.append((request, self._chunk(request, update, logprobs)))
         self._release(ended)
+        if controller is not None:
+            controller.ran(flight.bucket, rounds)
         # Processes must not choose differently, so of several none looks at its own clock.
         if controller is not None and flight.alone and rounds >= SHORTEST_TIMED and jax.process_count() == 1:
-            controller.timed(flight.bucket, (self._landed - begun) / rounds)
+            controller.timed(flight.bucket, self._landed - begun, rounds)
         return chunks
 
     def _release(self, requests: Sequence[Request]) -> None:
@@ -478,6 +542,7 @@ class Scheduler:
             finish_reason=checker.finish_reason,
             stop=checker.stop,
             prompt_tokens=len(request.prompt),
+            cached_tokens=request.cached,
             completion_tokens=len(ids),
             method=engine.method_of(request.params),
             rounds=rounds,

@@ -41,6 +41,7 @@ def settle(
         index, rounds = controller.next(most)
         assert 1 <= rounds <= most
         ran.append((index, rounds))
+        controller.ran(index, rounds)
         if index:
             seen = [law[min(k, index)] for k in range(len(law))]
             controller.observe(index, evidence(rounds, seen))
@@ -136,11 +137,36 @@ def test_bursts_grow_while_the_choice_stays():
     assert lengths[0] < LONGEST_BURST == lengths[-1]
 
 
+TINY = LatencyCurve(BUCKETS, (1.0, 2.2, 2.7, 3.1), start=20.0)  # a burst starts in the time of 20 plain rounds
+
+
+@pytest.mark.parametrize(("law", "floor"), [([1, 1.3, 1.4, 1.5], 0.96), ([1, 3.9, 6.0, 6.2], 0.97)])
+def test_bursts_are_long_where_starting_one_is_expensive(law: list[float], floor: float):
+    """Many texts of 200 tokens each, against the best fixed bucket in one burst a text."""
+    controller = BudgetController(TINY)
+    seconds = []
+    for _ in range(60):
+        controller.new_request(1)
+        left, spent = 200.0, 0.0
+        while left > 0:
+            index, rounds = controller.next(256)
+            rounds = min(rounds, int(np.ceil(left / law[index])))  # the device stops at the end of the text
+            spent += TINY.start + rounds * TINY.seconds[index]
+            left -= rounds * law[index]
+            controller.ran(index, rounds)
+            if index:
+                controller.observe(index, evidence(rounds, [law[min(k, index)] for k in range(len(law))]))
+        seconds.append(spent)
+    best = min(TINY.start + np.ceil(200 / t) * s for t, s in zip(law, TINY.seconds, strict=True))
+    assert best / np.mean(seconds[20:]) > floor
+    assert TINY.with_start(1).seconds[0] == 21.0 and TINY.rounds_for(0, 0.2) == 100 < TINY.rounds_for(0, 0.05)
+
+
 def test_a_wrong_curve_is_corrected_and_a_busy_machine_is_not_taken_for_one():
     controller = BudgetController(LatencyCurve(BUCKETS, CPU_LIKE))
     for step in range(400):  # bucket 2 really takes twice what was measured, on a machine that is now 3 times slower
         index = step // 4 % 4
-        controller.timed(index, 3 * CPU_LIKE[index] * (2 if index == 2 else 1))
+        controller.timed(index, 8 * 3 * CPU_LIKE[index] * (2 if index == 2 else 1), 8)
     seconds = np.asarray(controller.curve.seconds) / controller.curve.seconds[0]
     np.testing.assert_allclose(seconds, [1, 3, 8, 6], rtol=0.1)
     assert share(settle(controller, [1, 3.9, 6.0, 5.9]), 1) > 0.85
@@ -182,7 +208,7 @@ class Forced(BudgetController):
     def unsure(self) -> bool:
         return False
 
-    def timed(self, index: int, seconds: float) -> None:
+    def timed(self, index: int, seconds: float, rounds: int) -> None:
         self.times.append((index, seconds))
 
     def observe(self, index: int, evidence: Evidence) -> None:

@@ -288,6 +288,7 @@ def rewritten(source: Path, folder: Path, change=None, **config) -> Path:
 
 def test_a_damaged_compile_cache_costs_only_time(tmp_path, capsys):
     def two_layers(tensors):  # the last linear and the first full one, which compile fast
+        tensors = {k: v for k, v in tensors.items() if not k.startswith("mtp.")}
         renamed = {k: v for k, v in tensors.items() if ".layers." not in k}
         for new, old in enumerate((2, 3)):
             part = f".layers.{old}."

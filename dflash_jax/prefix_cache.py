@@ -1,0 +1,146 @@
+"""Prefixes of prompts that need not be read again: their pages, and the recurrent state after them.
+
+Keys and values of a prefix stay where they are, in pages that requests share and nobody writes: a prefix ends with a
+page. The drafter's context lies in pages of the same numbers, so it is shared with them. A recurrent state has no
+pages: at chosen ends of prefixes (`PrefixCache.ends`) one slot's part of the decode state is copied to a store of its
+own, and back when a prompt begins with the same tokens. A prefix is found by a hash of all its tokens, a block a page.
+
+The cache holds its pages as requests do. Those used longest ago go first, when the store is full or pages run out.
+"""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dflash_jax.pages import PagePool
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """One that is kept.
+
+    Attributes:
+      tokens: how many, whole pages.
+      pages: that hold them.
+      place: of its state in the store.
+    """
+
+    tokens: int
+    pages: tuple[int, ...]
+    place: int
+
+
+class PrefixCache:
+    """Which prefixes are kept, on the host. Moving states is the caller's part.
+
+    Attributes:
+      places: prefixes that can be kept at once.
+      hits, misses: prompts that began with one, and that did not.
+    """
+
+    def __init__(self, pool: PagePool, places: int, interval: int):
+        """An empty one.
+
+        Args:
+          pool: of the pages.
+          places: see the class.
+          interval: tokens between kept states within a prompt; its end has one anyhow.
+        """
+        self._pool, self.places = pool, places
+        self._interval = max(interval // pool.page_size, 1) * pool.page_size
+        self._kept: collections.OrderedDict[bytes, Prefix] = collections.OrderedDict()  # newest last
+        self._free = list(range(places - 1, -1, -1))
+        self.hits = self.misses = 0
+
+    def __len__(self) -> int:
+        """Prefixes kept."""
+        return len(self._kept)
+
+    @property
+    def held(self) -> list[int]:
+        """Its pages; one that several prefixes share is named by each."""
+        return [page for prefix in self._kept.values() for page in prefix.pages]
+
+    def end(self, start: int, stop: int, length: int) -> int:
+        """Where a chunk that begins at token `start` and may go on to `stop` must end, for a state to be kept there.
+
+        Args:
+          start, stop: see above.
+          length: of the whole prompt. Its last token is never a part of a prefix: it gives the first one of the text.
+        """
+        size = self._pool.page_size
+        last = (length - 1) // size * size
+        following = (start // self._interval + 1) * self._interval
+        return min([end for end in (following, last) if start < end <= stop], default=stop)
+
+    def keeps(self, tokens: int, length: int) -> bool:
+        """Whether the state after so many tokens of a prompt is to be kept."""
+        size = self._pool.page_size
+        return 0 < tokens < length and (tokens % self._interval == 0 or tokens == (length - 1) // size * size)
+
+    def find(self, tokens: Sequence[int], kind: object) -> Prefix | None:
+        """The longest kept prefix of a prompt that leaves it a token to read; it and its own prefixes are used last.
+
+        Its pages are taken for the caller, who releases them.
+
+        Args:
+          tokens: the prompt.
+          kind: what its caches hold; prefixes of another kind do not serve it.
+        """
+        found = None
+        for key in self._keys(tokens, kind):
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                found = self._kept[key]
+        if found is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._pool.share(found.pages)
+        return found
+
+    def add(self, tokens: Sequence[int], kind: object, pages: Sequence[int]) -> int | None:
+        """Keeps a prefix of whole pages; the place where its state belongs, None if it is kept already.
+
+        Args:
+          tokens: its tokens.
+          kind: as in `find`.
+          pages: of the request that has read it.
+        """
+        count = len(tokens) // self._pool.page_size
+        key = collections.deque(self._keys([*tokens, 0], kind), maxlen=1).pop()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return None
+        if not self._free and not self.evict():
+            return None
+        prefix = Prefix(len(tokens), tuple(pages[:count]), self._free.pop())
+        self._pool.share(prefix.pages)
+        self._kept[key] = prefix
+        return prefix.place
+
+    def evict(self) -> bool:
+        """Drops the prefix used longest ago; False if there is none. Its pages are free unless somebody shares them."""
+        if not self._kept:
+            return False
+        _, prefix = self._kept.popitem(last=False)
+        self._pool.release(list(prefix.pages))
+        self._free.append(prefix.place)
+        return True
+
+    def clear(self) -> None:
+        """Drops all: what the pages hold is no longer so."""
+        while self.evict():
+            pass
+
+    def _keys(self, tokens: Sequence[int], kind: object) -> Iterator[bytes]:
+        """Of the prompt's prefixes of 1, 2, … whole pages that end before its last token."""
+        size = self._pool.page_size
+        key = repr(kind).encode()
+        blocks = np.asarray(tokens, np.int64)
+        for begin in range(0, len(tokens) - size, size):
+            key = hashlib.blake2b(key + blocks[begin : begin + size].tobytes(), digest_size=20).digest()
+            yield key

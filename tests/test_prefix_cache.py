@@ -1,0 +1,182 @@
+"""Prompts that begin alike: the tokens are those without a cache, whatever is kept, shared or dropped."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from dflash_jax import Completion, Engine, SamplingParams, UserError
+from dflash_jax.flights import Request
+from dflash_jax.loading import BUNDLED_TARGET
+from dflash_jax.pages import PagePool
+from dflash_jax.prefix_cache import PrefixCache
+from dflash_jax.scheduler import Scheduler
+from dflash_jax.tokenizer import Tokenizer
+from tests.models import VOCAB, random_drafter, random_mtp, random_target
+
+PAGE, CHUNK = 16, 32
+AR = SamplingParams(max_new_tokens=8, method="ar", ignore_eos=True)
+TREE = dataclasses.replace(AR, method="ddtree", tree_budget=7)
+MTP = dataclasses.replace(AR, method="mtp")
+
+
+@functools.cache
+def engine() -> Engine:
+    target = random_target(3)
+    return Engine(
+        target, random_drafter(target), Tokenizer.from_folder(BUNDLED_TARGET), max_slots=2, page_size=PAGE,
+        prefill_chunk=CHUNK, mtp=random_mtp(target),
+    )  # fmt: skip
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def scheduler(prefixes: int, pages: int | None = None, **options: bool) -> Scheduler:
+    return Scheduler(engine(), 2, 512, burst=1, interleave=True, prefixes=prefixes, pages=pages, **options)
+
+
+def serve(one: Scheduler, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    """All at once; everything is checked after each step."""
+    requests = [engine().request(prompt, params) for prompt in prompts]
+    done: dict[Request, Completion] = {}
+    for request in requests:
+        one.submit(request)
+    while one.busy:
+        done |= {request: chunk.completion for request, chunk in one.step() if chunk.completion is not None}
+        one.check()
+    return [done[request] for request in requests]
+
+
+# ---------------------------------------------------------------- the cache alone
+
+
+def test_a_page_is_free_when_its_last_holder_has_gone():
+    pool = PagePool(4, PAGE)
+    pages = pool.allocate(2 * PAGE)
+    pool.share(pages)
+    pool.release(pages)
+    assert pool.free == 2 and pool.holders(pages[0]) == 1
+    pool.release(pages)
+    assert pool.free == 4
+    with pytest.raises(ValueError, match="twice"):
+        pool.release(pages)
+    with pytest.raises(ValueError, match="free"):
+        pool.share(pages)
+
+
+def test_the_longest_prefix_is_found_and_the_oldest_goes_first():
+    pool = PagePool(32, PAGE)
+    cache = PrefixCache(pool, 2, interval=2 * PAGE)
+    tokens = text(5 * PAGE)
+    pages = pool.allocate(5 * PAGE)
+    assert cache.add(tokens[: 2 * PAGE], "a", pages) is not None
+    assert cache.add(tokens[: 4 * PAGE], "a", pages) is not None
+    assert cache.add(tokens[: 4 * PAGE], "a", pages) is None  # there already
+    pool.release(pages)
+    assert pool.free == 32 - 4  # the cache holds what the request gave back
+    found = cache.find(tokens, "a")
+    assert found is not None and found.tokens == 4 * PAGE and list(found.pages) == pages[:4]
+    short = cache.find(tokens[: 4 * PAGE], "a")  # a prompt must have a token left to read
+    assert short is not None and short.tokens == 2 * PAGE
+    assert cache.find(tokens, "b") is None and cache.find(tokens[1:], "a") is None
+    assert cache.find([*tokens[:PAGE], tokens[PAGE] ^ 1, *tokens[PAGE + 1 :]], "a") is None
+    assert (cache.hits, cache.misses) == (2, 3)
+    other = pool.allocate(PAGE)
+    cache.find(tokens[: 3 * PAGE], "a")  # now the longer one was used longest ago
+    assert cache.add(text(PAGE, 1), "a", other) == found.place and len(cache) == 2
+    assert cache.find(tokens, "a") == short
+
+
+def test_chunks_end_where_a_state_is_kept():
+    cache = PrefixCache(PagePool(8, PAGE), 2, interval=4 * PAGE)
+    assert cache.end(0, 32, 300) == 32 and not cache.keeps(32, 300)
+    assert cache.end(50, 82, 300) == 64 and cache.keeps(64, 300)
+    assert cache.end(256, 300, 300) == 288 and cache.keeps(288, 300)  # the last page's end before the prompt's
+    assert cache.end(256, 288, 288) == 272  # the last token is read in any case
+    assert cache.end(288, 300, 300) == 300 and not cache.keeps(300, 300)
+
+
+# ---------------------------------------------------------------- in the scheduler
+
+
+@pytest.mark.parametrize("params", [AR, TREE, MTP], ids=["ar", "ddtree", "mtp"])
+def test_a_conversation_is_not_read_again_and_its_tokens_are_the_same(params: SamplingParams):
+    with_cache, without = scheduler(8), scheduler(0)
+    said, before = text(70), 1
+    for turn in range(6):
+        (cached,), (plain,) = (serve(one, [said], params) for one in (with_cache, without))
+        assert cached.token_ids == plain.token_ids
+        assert plain.cached_tokens == 0
+        # All of the last turn's prompt but its last page, which was not full.
+        assert cached.cached_tokens == (before - 1) // PAGE * PAGE
+        if params is TREE:  # the drafter's context was there too: the drafts are as good
+            assert cached.accepted_length_histogram == plain.accepted_length_histogram
+        before = len(said)
+        said = said + cached.token_ids + text(21, turn)
+    for one in (with_cache, without):
+        one.close()
+        assert one.pool.free == one.pool.pages
+
+
+@pytest.mark.parametrize("places", [1, 8])
+@pytest.mark.parametrize("pages", [None, 34])
+def test_requests_that_share_a_beginning(places: int, pages: int | None):
+    """Also with room for one state only, and with so few pages that prefixes must go for requests to be admitted."""
+    shared = text(150)
+    prompts = [shared + text(10 + 7 * i, i) for i in range(8)]
+    one = scheduler(places, pages)
+    expected = [c.token_ids for c in serve(scheduler(0), prompts, TREE)]
+    for _ in range(2):
+        done = serve(one, prompts, TREE)
+        assert [c.token_ids for c in done] == expected
+    assert places == 1 or sum(c.cached_tokens for c in done) >= 8 * 128
+    assert one.prefixes is not None and len(one.prefixes) <= places
+    one.close()
+    assert one.pool.free == one.pool.pages
+
+
+def test_methods_do_not_share_what_only_one_of_them_has():
+    """Autoregressive prompts leave no context for a drafter."""
+    one, prompt = scheduler(8), text(100)
+    assert [serve(one, [prompt], p)[0].cached_tokens for p in (TREE, TREE, AR, AR, TREE)] == [0, 96, 0, 96, 96]
+
+
+def test_penalties_know_the_part_of_the_prompt_that_was_not_read():
+    params = dataclasses.replace(AR, repetition_penalty=1.8, max_new_tokens=30)
+    one, prompt = scheduler(8), text(100)
+    first, again = serve(one, [prompt], params)[0], serve(one, [prompt], params)[0]
+    assert again.cached_tokens == 96 and again.token_ids == first.token_ids
+    assert first.token_ids != serve(one, [prompt], dataclasses.replace(params, repetition_penalty=1.0))[0].token_ids
+
+
+def test_timing_an_adaptive_budget_spoils_no_prefix():
+    auto = dataclasses.replace(TREE, tree_budget="auto")
+    one, prompt = scheduler(8), text(100)
+    engine().controllers.clear()
+    (plain,) = serve(one, [prompt], TREE)
+    results = serve(one, [prompt, prompt], auto)  # times its rounds, which writes into every page
+    assert [r.token_ids for r in results] == [plain.token_ids] * 2
+    assert serve(one, [prompt], TREE)[0].token_ids == plain.token_ids
+
+
+def test_preempted_requests_find_what_they_had_read():
+    """Pages run out while texts grow; a request that is read again begins behind its kept prefix."""
+    params = dataclasses.replace(TREE, max_new_tokens=150)
+    prompts = [text(100, i) for i in range(2)]
+    one = scheduler(4, 24, lazy=True)
+    done = serve(one, prompts, params)
+    assert one.preemptions > 0
+    assert [c.token_ids for c in done] == [serve(scheduler(0), [p], params)[0].token_ids for p in prompts]
+    one.close()
+    assert one.pool.free == one.pool.pages
+
+
+def test_a_cache_that_holds_no_state_is_refused():
+    size = engine().prefix_state_bytes()
+    with pytest.raises(UserError, match="must hold a state"):
+        engine().scheduler(1, 100, prefix_bytes=size - 1)
+    one = engine().scheduler(1, 100, prefix_bytes=3 * size)
+    assert one.prefixes is not None and one.prefixes.places == 3
