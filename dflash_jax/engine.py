@@ -11,12 +11,13 @@ from jax.sharding import Mesh
 from dflash_jax.budget import BudgetController, buckets_of
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
+from dflash_jax.flights import Request
 from dflash_jax.memory_plan import MemoryPlanner, context_capacity, power_of_two
 from dflash_jax.mtp import MTP
 from dflash_jax.programs import Programs
 from dflash_jax.request import Chunk, Completion, SamplingParams
 from dflash_jax.round import DecodeState, RoundSpec
-from dflash_jax.scheduler import Request, Scheduler
+from dflash_jax.scheduler import Scheduler
 from dflash_jax.stopping import StopChecker
 from dflash_jax.target import Target
 from dflash_jax.tokenizer import Tokenizer

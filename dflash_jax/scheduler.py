@@ -19,13 +19,13 @@ import numpy as np
 from dflash_jax.acceptance import greedy, reject_and_resample, sample
 from dflash_jax.budget import BudgetController, measure_curve
 from dflash_jax.errors import UserError
+from dflash_jax.flights import Flight, Request, prefill_spec, rounds_of, token_logprobs
 from dflash_jax.pages import PagePool
 from dflash_jax.prefix_cache import Prefix, PrefixCache
 from dflash_jax.request import Chunk, Completion, SamplingParams, TokenLogprob
-from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
-from dflash_jax.sampling import SamplingNeeds, TokenLogprobs, rounded_up, slot_settings, widened
-from dflash_jax.stopping import StopChecker, StopUpdate
-from dflash_jax.tree import SpineFirst
+from dflash_jax.round import DecodeState, RoundSpec
+from dflash_jax.sampling import SamplingNeeds, rounded_up, slot_settings, widened
+from dflash_jax.stopping import StopUpdate
 
 if TYPE_CHECKING:
     from dflash_jax.engine import Engine
@@ -36,133 +36,6 @@ BURST_TOKENS = 256
 CHUNKS_PER_PREFIX = 4
 # Rounds of a burst whose time says how long a round takes, and not how long a call takes.
 SHORTEST_TIMED = 4
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """One request on its way through a scheduler; made by `Engine.request`.
-
-    Attributes:
-      prompt: token ids.
-      params: as the user gave them.
-      checker: finds the end of the text.
-      limit: most tokens to generate.
-      number: what `Engine.on_ranks` is told to say whose ranks they are.
-      spec: how it drafts; set when it is submitted.
-      slot: while it has one.
-      pages: that it holds.
-      emitted: the tokens that have come back.
-      reads: what the device must read before it decodes: the prompt, and after a preemption what was emitted too.
-      prefilled: how many of these the device has been given.
-      prefix: the part of these that was there already; None if there was none.
-      cached: how many tokens of the prompt were, when the request was first admitted.
-    """
-
-    prompt: list[int]
-    params: SamplingParams
-    checker: StopChecker
-    limit: int
-    number: int = 0
-    spec: RoundSpec = dataclasses.field(default_factory=lambda: RoundSpec(0))
-    slot: int | None = None
-    pages: list[int] = dataclasses.field(default_factory=list)
-    emitted: list[int] = dataclasses.field(default_factory=list)
-    reads: list[int] = dataclasses.field(default_factory=list)
-    prefilled: int = 0
-    prefix: Prefix | None = None
-    cached: int = 0
-    histogram: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1,), int))
-    slot_histogram: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1,), int))
-    budgets: dict[int, int] = dataclasses.field(default_factory=dict)
-    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    compiled_before: float = 0.0
-    started: float = 0.0
-    first_token: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Most tokens that it can come to hold: prompt and text."""
-        return len(self.prompt) + self.limit
-
-    @property
-    def known(self) -> int:
-        """Tokens of it that the host knows: prompt and text so far."""
-        return len(self.prompt) + len(self.emitted)
-
-    @property
-    def decoding(self) -> bool:
-        """Whether the device has all that it must read."""
-        return self.slot is not None and self.prefilled == len(self.reads)
-
-    def begin(self, slot: int, pages: list[int], prefix: Prefix | None) -> None:
-        """Gives it a slot, in which it reads all but the prefix, of a histogram that counts from 0."""
-        self.slot, self.pages, self.prefix = slot, pages, prefix
-        self.prefilled = 0 if prefix is None else prefix.tokens
-        if not self.emitted:
-            self.cached = self.prefilled
-        self.reads, self.slot_histogram = self.prompt + self.emitted, np.zeros((1,), int)
-
-    def count_rounds(self, budget: int, histogram: np.ndarray) -> int:
-        """Takes in the slot's histogram after a burst of this budget; returns its rounds."""
-        rounds = int(histogram.sum() - self.slot_histogram.sum())
-        self.budgets[budget] = self.budgets.get(budget, 0) + rounds
-        # States of different kinds have histograms of different lengths.
-        total = np.zeros((max(len(self.histogram), len(histogram)),), int)
-        for part, sign in ((self.histogram, 1), (histogram, 1), (self.slot_histogram, -1)):
-            total[: len(part)] += sign * part
-        self.histogram, self.slot_histogram = total, histogram
-        return rounds
-
-
-@dataclasses.dataclass
-class _Flight:
-    """Results that the device still works on: slot -> the request that they are for, by the row they come in.
-
-    Attributes:
-      owners: row of the results -> request.
-      output: the results.
-      histogram: of all slots; None for the first token after a prompt.
-      spec: the rounds.
-      most: tokens that a slot can have emitted in them.
-      controller: what chose their budget, where that is adaptive; `bucket` is its index.
-      begun: when the host had handed them over.
-      alone: whether nothing else keeps the device or the host busy until they land, so that their time is known.
-    """
-
-    owners: list[tuple[int, Request]]
-    output: RoundOutput
-    histogram: jax.Array | None
-    spec: RoundSpec
-    most: int = 1
-    controller: BudgetController | None = None
-    bucket: int = 0
-    begun: float = 0.0
-    alone: bool = False
-
-
-def _prefill_spec(spec: RoundSpec) -> RoundSpec:
-    """What prefill reads of a spec: whether there is a drafter, not how it drafts. All trees share its program."""
-    rule = sample if spec.rule is reject_and_resample else spec.rule  # without a draft they are the same
-    return dataclasses.replace(
-        spec, budget=min(spec.budget, 1), block_size=1, policy=SpineFirst(), rule=rule, sampled_draft=False,
-        ranks=False, buckets=(),
-    )  # fmt: skip
-
-
-def _rounds_of(spec: RoundSpec) -> list[RoundSpec]:
-    """The rounds that requests of this spec may use, by bucket; the spec alone where the budget is fixed."""
-    return [dataclasses.replace(spec, budget=b) for b in spec.buckets] or [spec]
-
-
-def _token_logprobs(output: RoundOutput, row: int, count: int, alternatives: int | None) -> list[TokenLogprob]:
-    """A row's part of fetched results; empty if not asked for."""
-    if alternatives is None:
-        return []
-    assert isinstance(output.logprobs, TokenLogprobs)
-    ids = output.tokens[row, :count].tolist()
-    chosen, top, tokens = (x[row, :count].tolist() for x in dataclasses.astuple(output.logprobs))
-    pairs = (tuple(zip(t, v, strict=True))[:alternatives] for t, v in zip(tokens, top, strict=True))
-    return [TokenLogprob(*one) for one in zip(ids, chosen, pairs, strict=True)]
 
 
 class Scheduler:
@@ -223,7 +96,7 @@ class Scheduler:
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}  # by slot
         self._prefilling: collections.deque[Request] = collections.deque()
-        self._flying: list[_Flight] = []
+        self._flying: list[Flight] = []
         self._state: DecodeState | None = None
         self._made_for = RoundSpec(0)  # the kind of request that the state was made for
         self.needs: SamplingNeeds | None = None
@@ -400,14 +273,14 @@ class Scheduler:
         """What the pages of a request hold beside the target's keys and values."""
         return request.spec.drafts, request.spec.mtp
 
-    def _pages_until(self, request: Request, landing: Sequence[_Flight]) -> int:
+    def _pages_until(self, request: Request, landing: Sequence[Flight]) -> int:
         """Tokens for which a request must hold pages before the next burst, with what is still in flight."""
         spec, buffer = request.spec, self._buffer(request.spec)
         burst = buffer if self._burst is None else min(self._burst * spec.max_emitted, buffer)
         coming = sum(flight.most for flight in landing if any(owner is request for _, owner in flight.owners))
         return min(request.tokens, request.known + coming + 1 + burst)
 
-    def _grow(self, landing: Sequence[_Flight]) -> bool:
+    def _grow(self, landing: Sequence[Flight]) -> bool:
         """Gives requests the pages that their next burst may need, the oldest first; False if there are too few."""
         for request in self._running.values():
             tokens = self._pages_until(request, landing)
@@ -487,8 +360,8 @@ class Scheduler:
         assert self._state is not None
         spec = self._full_spec(draft)
         padding = [0] * self.engine.prefill_chunk
-        programs.prefill(self._state, 0, padding, 1, True, _prefill_spec(spec), compile_only=True)
-        rounds = _rounds_of(spec)
+        programs.prefill(self._state, 0, padding, 1, True, prefill_spec(spec), compile_only=True)
+        rounds = rounds_of(spec)
         for one in rounds:
             programs.decode(self._state, 1, one, self._buffer(spec), compile_only=True)
         if draft.buckets and key not in controllers:
@@ -544,7 +417,7 @@ class Scheduler:
         piece = request.reads[request.prefilled : stop]
         last = request.prefilled + len(piece) == len(request.reads)
         padded = piece + [0] * (chunk - len(piece))
-        spec = _prefill_spec(self._full_spec(request.spec))
+        spec = prefill_spec(self._full_spec(request.spec))
         result = self.engine.programs.prefill(self._state, request.slot, padded, len(piece), last, spec)
         assert result is not None
         self._state, output = result
@@ -559,7 +432,7 @@ class Scheduler:
                 )
         if last:
             self._prefilling.popleft()
-            self._flying.append(_Flight([(0, request)], output, None, spec))
+            self._flying.append(Flight([(0, request)], output, None, spec))
             if request.spec.buckets:
                 mates = sum(r.decoding and r.spec == request.spec for r in self._running.values())
                 self.engine.controllers[self.curve_key(request.spec)].new_request(mates)
@@ -593,11 +466,11 @@ class Scheduler:
             self._state, (output, histogram) = result
             begun = time.perf_counter()
             most = min(rounds * spec.max_emitted, buffer)
-            self._flying.append(_Flight(owners, output, histogram, spec, most, controller, bucket, begun))
+            self._flying.append(Flight(owners, output, histogram, spec, most, controller, bucket, begun))
 
     # ---------------------------------------------------------------- results
 
-    def _land(self, flight: _Flight) -> list[tuple[Request, Chunk]]:
+    def _land(self, flight: Flight) -> list[tuple[Request, Chunk]]:
         """Waits for results and hands them to their requests; ends those that are done."""
         output, histogram = jax.device_get((flight.output, flight.histogram))
         begun, self._landed = max(flight.begun, self._landed), time.perf_counter()
@@ -612,7 +485,7 @@ class Scheduler:
             fresh = output.tokens[row, :count].tolist()
             request.emitted += fresh
             update = request.checker.push(fresh)
-            logprobs = _token_logprobs(output, row, len(update.token_ids), request.params.logprobs)
+            logprobs = token_logprobs(output, row, len(update.token_ids), request.params.logprobs)
             request.logprobs += logprobs
             if histogram is None:
                 request.first_token = request.first_token or time.perf_counter()
@@ -683,7 +556,7 @@ class Scheduler:
             tokens_per_second=(len(ids) - 1) / seconds if len(ids) > 1 and seconds > 0 else 0.0,
             device=engine.device.device_kind,
             dtype=str(jnp.dtype(engine.target.dtype)),
-            kernels=engine.programs.kernels(*_rounds_of(spec), _prefill_spec(spec)),
+            kernels=engine.programs.kernels(*rounds_of(spec), prefill_spec(spec)),
             model=engine.names[0],
             draft_model=engine.names[1] if spec.budget and not spec.mtp else None,
             seed=request.params.seed,

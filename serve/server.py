@@ -15,8 +15,8 @@ from grpc_reflection.v1alpha import reflection
 import dflash_jax
 from dflash_jax.engine import Engine
 from dflash_jax.errors import UserError
+from dflash_jax.flights import Request
 from dflash_jax.request import Chunk
-from dflash_jax.scheduler import Request
 from serve import messages
 from serve.auth import BearerToken
 from serve.interceptors import Readable

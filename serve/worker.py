@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 
 from dflash_jax.engine import Engine
+from dflash_jax.flights import Request
 from dflash_jax.request import Chunk
-from dflash_jax.scheduler import Request, Scheduler
+from dflash_jax.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from dflash_jax import Completion, Engine, SamplingParams, UserError
+from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.pages import PagePool
 from dflash_jax.prefix_cache import PrefixCache
-from dflash_jax.scheduler import Request, Scheduler
+from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
 from tests.models import VOCAB, random_drafter, random_mtp, random_target
 

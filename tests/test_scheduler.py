@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from dflash_jax import Chunk, Completion, Engine, SamplingParams, UserError
+from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.round import DecodeState
 from dflash_jax.sampling import SamplingNeeds
-from dflash_jax.scheduler import Request, Scheduler
+from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
 from tests.models import VOCAB, random_drafter, random_mtp, random_target
 

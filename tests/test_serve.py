@@ -18,8 +18,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 import dflash_jax
 from dflash_jax import Engine, SamplingParams, UserError
+from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
-from dflash_jax.scheduler import Request, Scheduler
+from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
 from serve import client, messages
 from serve.proto import dflash_pb2 as pb

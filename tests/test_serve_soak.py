@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from dflash_jax import Completion, Engine, SamplingParams
+from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
-from dflash_jax.scheduler import Request, Scheduler
+from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
 from serve import messages
 from serve.proto import dflash_pb2 as pb
@@ -67,8 +68,8 @@ class Ask:
     seconds: float | None = None
 
 
-def make_asks(count: int, ways: tuple, sampled: tuple, rng: random.Random) -> list[Ask]:
-    """One in five is cancelled in the middle, one in ten has too little time."""
+def make_asks(count: int, ways: tuple, sampled: tuple, rng: random.Random, long: bool) -> list[Ask]:
+    """One in five is cancelled in the middle, one in ten has too little time; one in ten may be long."""
     asks = []
     for number in range(count):
         params = dataclasses.replace(AR, **rng.choice(ways), **rng.choice(sampled), seed=rng.choice((1, 2**64 - 1)))
@@ -80,6 +81,8 @@ def make_asks(count: int, ways: tuple, sampled: tuple, rng: random.Random) -> li
         elif number % 10 == 3:
             params = dataclasses.replace(params, max_new_tokens=350)
             ask = Ask(130, params, seconds=rng.uniform(0.02, 0.1))
+        elif long and number % 10 == 7:
+            ask = Ask(130, dataclasses.replace(params, max_new_tokens=350))
         asks.append(ask)
     return asks
 
@@ -133,6 +136,7 @@ async def soak(asks: list[Ask], at_once: int, pages: int | None) -> list[str]:
     scheduler = server._worker._scheduler
     assert not scheduler.busy and not server._worker._open
     scheduler.check()
+    assert (scheduler.preemptions > 0) == (pages is not None)
     await server.stop(1)
     return ends
 
@@ -147,7 +151,7 @@ def run(
         self.check()
         return chunks
 
-    asks = make_asks(count, ways, sampled, random.Random(at_once))
+    asks = make_asks(count, ways, sampled, random.Random(at_once), pages is not None)
     for ask in asks:  # before the server has the engine for itself
         alone(ask.length, ask.params)
     monkeypatch.setattr(Scheduler, "step", checked)
@@ -163,6 +167,6 @@ def test_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("at_once", "pages"), [(1, None), (4, None), (16, None), (16, 9)])
+@pytest.mark.parametrize(("at_once", "pages"), [(1, None), (4, None), (16, None), (16, 8)])
 def test_many(at_once: int, pages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     run(200, at_once, ALL, ALL_SAMPLED, monkeypatch, pages)
