@@ -25,7 +25,8 @@ AXIS = "tensor"
 REPLICATED = PartitionSpec()
 ROWS, COLUMNS = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 
-# Parameters by the last part of their module's name (weights are [out, in]); what is not here is replicated.
+# Parameters by the last part of their module's name (weights are [out, in], biases [out]); what is not here is
+# replicated, and so is a bias that is added after the sum over columns.
 _PARAMETERS: dict[str, PartitionSpec] = {
     **dict.fromkeys(("embed_tokens", "lm_head"), ROWS),  # vocabulary
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "kv_proj"), ROWS),  # heads
@@ -84,16 +85,17 @@ def check_divides(target: TargetConfig, drafter: DrafterConfig | None, tp: int) 
 def parameter_spec(name: str) -> PartitionSpec:
     """How the parameter of this (dotted) name lies on the mesh."""
     parts = name.split(".")
-    if parts[-1] == "weight":
-        parts.pop()
-    return _PARAMETERS.get(parts[-1], REPLICATED)
+    last = parts.pop() if parts[-1] in ("weight", "bias") else ""
+    spec = _PARAMETERS.get(parts[-1], REPLICATED)
+    return REPLICATED if last == "bias" and spec == COLUMNS else spec
 
 
 def state_specs(state: Any) -> Any:
     """The pytree of partition specs of a decode state (or a cache): split where there are heads."""
 
     def spec(path: Any, leaf: Any) -> PartitionSpec:
-        del leaf
+        if 0 in leaf.shape:  # what a model has no layers for; a compiled program calls an empty array replicated
+            return REPLICATED
         name = next((str(k.name) for k in reversed(path) if hasattr(k, "name")), "")
         return PartitionSpec(*[None] * _STATE[name], AXIS) if name in _STATE else REPLICATED
 

@@ -75,6 +75,8 @@ class DecoderLayer(nnx.Module):
                 rngs=rngs,
                 out_std=out_std,
                 shards=shards,
+                qk_norm=config.qk_norm,
+                bias=config.attention_bias,
             )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
         self.mlp = SwiGLU(
@@ -84,11 +86,12 @@ class DecoderLayer(nnx.Module):
             rngs=rngs,
             down_std=out_std,
             shards=shards,
+            bias=config.mlp_bias,
         )
 
 
 class Target(nnx.Module):
-    """A Qwen3.5/3.6 hybrid or dense Qwen3 decoder; parameter names are Hugging Face's without their prefix.
+    """A Qwen3.5/3.6 hybrid, dense Qwen3 or Llama decoder; parameter names are Hugging Face's without their prefix.
 
     With `shards`, the module is one device's part and runs inside `sharding.shard_program`; `config` stays that of the
     whole model.
