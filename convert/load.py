@@ -23,6 +23,7 @@ from convert.keymap import (
     module_shapes,
 )
 from convert.orbax_io import OrbaxSource, is_orbax
+from convert.quantised import dequantised
 from convert.safetensors_source import SafetensorsSource
 from convert.source import Sharding, Source, nbytes, place, progress_bar, refuse_dtypes, shapes_of
 from dflash_jax.config import (
@@ -62,8 +63,12 @@ def read_target_config(folder: Path) -> TargetConfig:
 
 
 def open_source(folder: Path) -> Source:
-    """The weights of a model folder, Orbax or safetensors; reads names and shapes only."""
-    return OrbaxSource(folder) if is_orbax(folder) else SafetensorsSource(folder)
+    """The weights of a model folder, Orbax or safetensors, quantised ones dequantised; reads names and shapes only."""
+    if is_orbax(folder):
+        return OrbaxSource(folder)
+    source = SafetensorsSource(folder)
+    config = folder / "config.json"
+    return dequantised(source, read_json(config)) if config.is_file() else source
 
 
 def is_drafter(raw: dict[str, Any]) -> bool:
