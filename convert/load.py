@@ -9,6 +9,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from convert import gguf_tokenizer
+from convert.gguf_config import config_json
+from convert.gguf_file import SUFFIX, open_gguf
+from convert.gguf_source import GGUFSource
 from convert.keymap import (
     MTP_PREFIX,
     Abstract,
@@ -39,12 +43,15 @@ from dflash_jax.errors import UserError
 from dflash_jax.mtp import MTP
 from dflash_jax.sharding import check_divides, parameter_spec, row_order
 from dflash_jax.target import Target
+from dflash_jax.tokenizer import Tokenizer
 
 _DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder."""
+    """The parsed config.json of a model folder, or what stands for it in a GGUF file."""
+    if folder.suffix == SUFFIX and folder.is_file():
+        return config_json(open_gguf(folder))
     if not folder.exists():
         raise UserError(f"{folder}: no such folder")
     if not folder.is_dir():
@@ -57,13 +64,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_target_config(folder: Path) -> TargetConfig:
     """The target's config, with generation_config.json where there is one."""
     raw = read_config(folder)
+    if folder.is_file():
+        return parse_target_config(raw, None, str(folder))
     generation = folder / "generation_config.json"
     extra = read_json(generation) if generation.is_file() else None
     return parse_target_config(raw, extra, str(folder / "config.json"))
 
 
 def open_source(folder: Path) -> Source:
-    """The weights of a model folder, Orbax or safetensors, quantised ones dequantised; reads names and shapes only."""
+    """The weights of a model folder (Orbax or safetensors) or GGUF file, quantised ones dequantised.
+
+    Reads names and shapes only.
+    """
+    if folder.is_file():
+        return GGUFSource(folder)
     if is_orbax(folder):
         return OrbaxSource(folder)
     source = SafetensorsSource(folder)
@@ -153,7 +167,7 @@ def load_target(
     *,
     progress: bool | None = None,
 ) -> tuple[TargetConfig, Target]:
-    """Loads a target from a Hugging Face or Orbax folder.
+    """Loads a target from a Hugging Face or Orbax folder, or from a GGUF file.
 
     On a mesh, the module is one device's part (see `dflash_jax.sharding`) and its parameters are those of the whole
     model, spread over the devices, each read by none but its own.
@@ -198,6 +212,12 @@ def _own_rows(name: str, array: jax.Array, config: TargetConfig, mesh: Mesh) -> 
     if order is None:
         return array
     return jax.jit(lambda rows: rows[order], out_shardings=array.sharding)(array)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a model folder or of a GGUF file."""
+    folder = Path(folder)
+    return gguf_tokenizer.load_tokenizer(folder) if folder.is_file() else Tokenizer.from_folder(folder)
 
 
 def load_drafter(
