@@ -59,6 +59,20 @@ QWEN35_9B = _qwen35(4096, 12288, 32, 16, 4, 32, False)
 QWEN35_27B = _qwen35(5120, 17408, 64, 24, 4, 48, False)
 # z-lab/Qwen3.5-27B-DFlash
 QWEN35_27B_DFLASH = {k: v for k, v in QWEN36_27B_DFLASH.items() if k not in ("sliding_window", "layer_types")}
+# Qwen/Qwen3.6-35B-A3B
+QWEN36_35B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_5_moe",
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "text_config": {
+        "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "tie_word_embeddings": False,
+        "mtp_num_hidden_layers": 1, "max_position_embeddings": 262144, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+}  # fmt: skip
 # Qwen/Qwen3-4B
 QWEN3_4B = {**QWEN3_8B, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
 # meta-llama/Llama-3.1-8B-Instruct

@@ -211,7 +211,8 @@ def _own_rows(name: str, array: jax.Array, config: TargetConfig, mesh: Mesh) -> 
     order = row_order(name, config, mesh.size)
     if order is None:
         return array
-    return jax.jit(lambda rows: rows[order], out_shardings=array.sharding)(array)
+    axis = array.ndim - 2 if array.ndim == 3 and "experts" in name else 0
+    return jax.jit(lambda rows: jnp.take(rows, order, axis=axis), out_shardings=array.sharding)(array)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

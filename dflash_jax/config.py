@@ -16,7 +16,8 @@ from dflash_jax.errors import UserError
 
 LINEAR, FULL = "linear_attention", "full_attention"
 SLIDING = "sliding_attention"
-HYBRID_TYPES = ("qwen3_5", "qwen3_5_text")
+MOE_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_text", *MOE_TYPES)
 DENSE_TYPES = ("qwen3", "llama")
 
 
@@ -91,6 +92,11 @@ class TargetConfig:
     qk_norm: bool = True
     attention_bias: bool = False
     mlp_bias: bool = False
+    # Experts in the place of every MLP; 0 for none. `intermediate_size` is then the shared expert's.
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -310,6 +316,14 @@ def parse_target_config(
         if values.get("use_sliding_window"):
             raise fields.fail("'use_sliding_window' = true is not supported for a target")
         layer_types = _layer_types(fields, num_layers, (FULL,), [FULL] * num_layers)
+    experts: dict[str, int] = {}
+    if model_type in MOE_TYPES:
+        fields.refuse_unless("mlp_only_layers", (None, []))
+        fields.refuse_unless("decoder_sparse_step", (None, 1))
+        for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
+            experts[key] = fields.integer(key)
+        if experts["num_experts_per_tok"] > experts["num_experts"]:
+            raise fields.fail("num_experts_per_tok is more than num_experts")
     tied = (
         values["tie_word_embeddings"]
         if "tie_word_embeddings" in values
@@ -319,7 +333,7 @@ def parse_target_config(
         model_type=model_type,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("shared_expert_intermediate_size" if experts else "intermediate_size"),
         num_layers=num_layers,
         layer_types=layer_types,
         num_heads=heads,
@@ -341,6 +355,7 @@ def parse_target_config(
         attention_bias=bool(values.get("attention_bias")),
         mlp_bias=bool(values.get("mlp_bias")),
         **linear,
+        **experts,
     )
 
 

@@ -10,6 +10,7 @@ from dflash_jax.cache import Context, RowUpdates
 from dflash_jax.config import LINEAR, TargetConfig
 from dflash_jax.deltanet import DeltaNetUpdate, GatedDeltaNet
 from dflash_jax.layers import Embedding, Linear, RMSNorm, SwiGLU, head_logits, rope_tables
+from dflash_jax.moe import SparseMoE
 from dflash_jax.sharding import Vocabulary
 from pallas_kernels.dispatch import Implementation
 
@@ -43,7 +44,7 @@ class TargetOutput:
 
 
 class DecoderLayer(nnx.Module):
-    """norm → mixer → residual → norm → SwiGLU → residual."""
+    """norm → mixer → residual → norm → SwiGLU (or experts) → residual."""
 
     def __init__(
         self,
@@ -79,15 +80,18 @@ class DecoderLayer(nnx.Module):
                 bias=config.attention_bias,
             )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
-        self.mlp = SwiGLU(
-            config.hidden_size,
-            config.intermediate_size,
-            dtype=dtype,
-            rngs=rngs,
-            down_std=out_std,
-            shards=shards,
-            bias=config.mlp_bias,
-        )
+        if config.num_experts:
+            self.mlp = SparseMoE(config, dtype=dtype, rngs=rngs, down_std=out_std, shards=shards)
+        else:
+            self.mlp = SwiGLU(
+                config.hidden_size,
+                config.intermediate_size,
+                dtype=dtype,
+                rngs=rngs,
+                down_std=out_std,
+                shards=shards,
+                bias=config.mlp_bias,
+            )
 
 
 class Target(nnx.Module):

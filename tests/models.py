@@ -117,12 +117,15 @@ def save_random_pair(
 ) -> tuple[Path, Path]:
     """Folders of a small random pair in fp32: the bundled pair's configs, cut down, and its tokenizer.
 
-    `heads` multiplies all numbers of heads, for meshes that share them. `architecture`: "hybrid", "dense" or "llama".
+    `heads` multiplies all numbers of heads, for meshes that share them. `architecture`: hybrid, dense, llama or moe.
     """
     raw = json.loads((BUNDLED_TARGET / "config.json").read_text())
     raw |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "hidden_size": 64, "dtype": "float32"}
     if architecture in ("dense", "llama"):
         raw = llama_json(raw)
+    if architecture == "moe":
+        raw |= {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 8}
+        raw |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32}
     if architecture == "dense":
         raw |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "mlp_bias": False}
     draft = json.loads((BUNDLED_DRAFTER / "config.json").read_text())

@@ -14,8 +14,21 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def mlp(c: dict[str, Any]) -> Shapes:
-    hidden, inner = c["hidden_size"], c["intermediate_size"]
-    return {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    hidden = c["hidden_size"]
+    inner = c.get("shared_expert_intermediate_size") or c["intermediate_size"]
+    dense: Shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    if "num_experts" not in c:
+        return {f"mlp.{name}": shape for name, shape in dense.items()}
+    router: Shapes = {"mlp.gate": (c["num_experts"], hidden), "mlp.shared_expert_gate": (1, hidden)}
+    return router | {f"mlp.shared_expert.{name}": shape for name, shape in dense.items()}
+
+
+def experts(c: dict[str, Any]) -> Shapes:
+    """Tensors without the ending `.weight`."""
+    if "num_experts" not in c:
+        return {}
+    count, hidden, inner = c["num_experts"], c["hidden_size"], c["moe_intermediate_size"]
+    return {"mlp.experts.gate_up_proj": (count, 2 * inner, hidden), "mlp.experts.down_proj": (count, hidden, inner)}
 
 
 def attention(c: dict[str, Any], gated: bool, normed: bool) -> Shapes:
@@ -30,7 +43,7 @@ def attention(c: dict[str, Any], gated: bool, normed: bool) -> Shapes:
 
 def layer(c: dict[str, Any], gated: bool = False, normed: bool = True) -> Shapes:
     norms: Shapes = {"input_layernorm": (c["hidden_size"],), "post_attention_layernorm": (c["hidden_size"],)}
-    return {f"{name}.weight": s for name, s in (attention(c, gated, normed) | mlp(c) | norms).items()}
+    return {f"{name}.weight": s for name, s in (attention(c, gated, normed) | mlp(c) | norms).items()} | experts(c)
 
 
 def linear_layer(c: dict[str, Any]) -> Shapes:
@@ -91,6 +104,7 @@ PUBLISHED = {
     "QWEN35_9B": None,
     "QWEN35_4B": None,
     "QWEN35_0_8B": None,
+    "QWEN36_35B_A3B": None,
 }
 DRAFTERS = {
     "QWEN36_27B_DFLASH": 1_730_213_120, "QWEN35_27B_DFLASH": 1_730_213_120, "QWEN3_8B_DFLASH": 1_048_626_432
@@ -107,6 +121,14 @@ def test_targets_have_nothing_missing_and_nothing_left_over(name: str):
     assert sorted(keys.weights.values()) == sorted(text)
     assert sorted(keys.mtp.values()) == sorted(head)
     assert keys.skipped == ()
+
+
+def test_experts_add_up_to_the_name():
+    """35.95 billion with the vision tower and the draft head, of which 3 billion are active."""
+    text, head = target(published.QWEN36_35B_A3B)
+    assert 35.4e9 < values(text) + values(head) < 35.95e9
+    routed = sum(math.prod(shape) for name, shape in text.items() if ".experts." in name)
+    assert 2.8e9 < values(text) - routed * (1 - 8 / 256) - 248320 * 2048 < 3.2e9
 
 
 @pytest.mark.parametrize("name", ["QWEN3_4B", "LLAMA31_8B"])

@@ -192,11 +192,16 @@ def test_heads_biases_and_rotary_scalings(case: str, rows: int, tree: bool):
     check_plain(case, loaded(case), rows, tree)
 
 
-@pytest.mark.parametrize("case", ["llama3", "llama_yarn"])
+def test_experts_of_a_few_rows():
+    check_plain("moe", loaded("moe"), 7)
+    check_plain("moe", loaded("moe"), 1, tree=True)
+
+
+@pytest.mark.parametrize("case", ["llama3", "llama_yarn", "moe"])
 def test_products_joined_with_their_biases(case: str):
     model = load(case)
     join(model)
-    assert hasattr(model.layers[0].mlp, "gate_up_proj")
+    assert hasattr(model.layers[0].mlp.shared_expert if case == "moe" else model.layers[0].mlp, "gate_up_proj")
     check_plain(case, model, 150)
 
 

@@ -125,6 +125,17 @@ PLAINS: dict[str, dict[str, Any]] = {
         },
     },
 }
+PLAINS["moe"] = {
+    **_HYBRID,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": False,
+    "num_experts": 24,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
 TARGET_SEEDS |= {name: 51 + place for place, name in enumerate(PLAINS)}
 
 
@@ -136,7 +147,7 @@ def config_of(case: str) -> dict[str, Any]:
 def target_weights(case: str) -> dict[str, np.ndarray]:
     """State dict of a target case, names without the prefix `model.`."""
     config = config_of(case)
-    hybrid = config["model_type"] == "qwen3_5_text"
+    hybrid = config["model_type"].startswith("qwen3_5")
     return weights.state_dict(weights.target_shapes(config), TARGET_SEEDS[case], zero_centered=hybrid)
 
 

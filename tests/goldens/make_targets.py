@@ -38,6 +38,8 @@ def build(case: str) -> torch.nn.Module:
             model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
         case "llama":
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+        case "qwen3_5_moe_text":
+            model = transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**config))
         case _:
             model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**config))
     model.set_attn_implementation("eager")

@@ -73,11 +73,21 @@ def deltanet_shapes(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int,
 def block_shapes(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what every decoder layer has beside its mixer."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
+    if "num_experts" in config:
+        inner = config["shared_expert_intermediate_size"]
     mlp: dict[str, tuple[int, ...]] = {
         f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
         f"{prefix}.mlp.up_proj.weight": (inner, hidden),
         f"{prefix}.mlp.down_proj.weight": (hidden, inner),
     }
+    if "num_experts" in config:
+        count, width = config["num_experts"], config["moe_intermediate_size"]
+        mlp = {name.replace(".mlp.", ".mlp.shared_expert."): shape for name, shape in mlp.items()} | {
+            f"{prefix}.mlp.gate.weight": (count, hidden),
+            f"{prefix}.mlp.experts.gate_up_proj": (count, 2 * width, hidden),
+            f"{prefix}.mlp.experts.down_proj": (count, hidden, width),
+            f"{prefix}.mlp.shared_expert_gate.weight": (1, hidden),
+        }
     if config.get("mlp_bias"):
         mlp |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in mlp.items()}
     return {
@@ -89,7 +99,7 @@ def block_shapes(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ..
 
 def target_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names (without the prefix `model.`) and shapes of a target's tensors."""
-    hybrid = config["model_type"] == "qwen3_5_text"
+    hybrid = config["model_type"].startswith("qwen3_5")
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (config["vocab_size"], config["hidden_size"])
     }
@@ -141,8 +151,10 @@ def state_dict(shapes: dict[str, tuple[int, ...]], seed: int, zero_centered: boo
             std = 0.3
         elif name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
             std = 0.1
-        elif name.endswith(".bias"):
+        elif name.endswith(".bias") or "mlp.gate.weight" in name:
             std = 0.2
+        elif ".experts." in name or "shared_expert" in name:
+            std = 0.1
         elif name.endswith(("q_proj.weight", "k_proj.weight")) and not any("q_norm" in n for n in shapes):
             std = 0.2  # no norm makes queries and keys large enough for attention to choose
         elif name.endswith("norm.weight"):
