@@ -8,6 +8,7 @@ user's turn with a prompt of its own. Every prompt belongs to one split, which f
 
 import ast
 import functools
+import itertools
 import sysconfig
 import textwrap
 import zlib
@@ -103,11 +104,14 @@ def word_problems(rng: np.random.Generator) -> Iterator[Entry]:
 
 
 def questions(rng: np.random.Generator) -> Iterator[Entry]:
-    """Endless questions and writing tasks; they repeat after a few thousand."""
-    while True:
-        form = _QUESTIONS[rng.integers(len(_QUESTIONS))]
-        topics = [_TOPICS[i] for i in rng.choice(len(_TOPICS), 2, replace=False)]
-        yield _asked(form.format(*topics[: form.count("{}")]))
+    """Questions and writing tasks on one topic or two, each once."""
+    texts = [
+        form.format(*topics)
+        for form in _QUESTIONS
+        for topics in itertools.permutations(_TOPICS, form.count("{}"))
+    ]
+    for index in rng.permutation(len(texts)):
+        yield _asked(texts[index])
 
 
 @functools.cache
@@ -149,13 +153,12 @@ def in_split(entry: Entry, split: str) -> bool:
 
 
 def made_prompts(split: str, count: int, seed: int) -> list[Entry]:
-    """Up to `count` distinct prompts of the three kinds, in turn; code runs out first."""
+    """Up to `count` distinct prompts of the three kinds, in turn; a fifth of them at most are word problems."""
     rng = np.random.default_rng([seed, zlib.crc32(split.encode())])
-    kinds = [code(rng), word_problems(rng), questions(rng), code(rng)]
+    problems = itertools.islice((e for e in word_problems(rng) if in_split(e, split)), count // 5)
+    kinds: list[Iterator[Entry]] = [code(rng), problems, questions(rng)]
     found: dict[str, Entry] = {}
-    tries = 0
-    while len(found) < count and kinds and tries < 40 * count:
-        tries += 1
+    while len(found) < count and kinds:
         kind = kinds.pop(0)
         entry = next(kind, None)
         if entry is None:
