@@ -108,6 +108,10 @@ def summarise(
         for i in range(width)
     ]
     reached = [sum(histogram[depth + 1 :]) / rounds if rounds else 0.0 for depth in range(width - 1)]
+    budgets: dict[int, int] = {}
+    for c in completions:
+        for nodes, count in c.tree_budgets.items():
+            budgets[nodes] = budgets.get(nodes, 0) + count
     rates = [sum(c.completion_tokens - 1 for c in run) / sum(c.decode_seconds for c in run) for run in runs]
     same = (
         None
@@ -116,7 +120,8 @@ def summarise(
     )
     return {
         "method": name,
-        "tree_budget": completions[0].tree_budget,
+        "tree_budget": max(budgets, key=lambda nodes: budgets[nodes], default=completions[0].tree_budget),
+        "tree_budgets": {nodes: budgets[nodes] for nodes in sorted(budgets)},
         "rounds": rounds,
         "tokens": emitted,
         "tau": emitted / rounds if rounds else 0.0,
@@ -159,6 +164,10 @@ def table(rows: list[dict[str, Any]], machine: str) -> str:
             f"{row['tokens_per_second'] / first['tokens_per_second']:7.2f}x "
             f"{'-' if same is None else str(same) + '/' + str(row['prompts']):>7s} {100 * row['repeated_8grams']:7.2f}%"
         )
+    for row in rows:
+        if len(row["tree_budgets"]) > 1:
+            taken = ", ".join(f"{count} of {nodes}" for nodes, count in row["tree_budgets"].items())
+            lines.append(f"{row['method']}: rounds by nodes: {taken}")
     drafting = [row for row in rows if row["acceptance_by_depth"]]
     for title, key, form in (
         (
@@ -202,6 +211,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--speed-only", action="store_true", help="leave out which drafts were accepted")
     parser.add_argument("--json", type=Path, help="write the raw figures there")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures there (needs matplotlib)")
     return parser
@@ -239,7 +249,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             rows = []
             for method, variant in methods.items():
                 runs = results[method]
-                drafts = None if variant.params.method == "ar" else accepted(engine, ids, variant)
+                no_drafts = args.speed_only or variant.params.method == "ar"
+                drafts = None if no_drafts else accepted(engine, ids, variant)
                 figures = summarise(method, runs, None if method == first else results[first][0], drafts)
                 rows.append({"set": name, "temperature": temperature} | figures)
             print(table(rows, machine), flush=True)

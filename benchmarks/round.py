@@ -159,39 +159,38 @@ class Bench:
         return seconds
 
     def compile(self, cases: list[Case]) -> None:
-        """Compiles the programs of all cases of one batch size at once, on as many threads as there are programs."""
-        distinct = {(self.spec(case), case.budget != 0): case for case in cases}
-        for drafted in (False, True):
-            group = [case for (_, d), case in distinct.items() if d == drafted]
-            if not group:
-                continue
-            state = self.state(group[0])
-            with concurrent.futures.ThreadPoolExecutor(len(group)) as pool:
-                jobs = [
-                    pool.submit(
-                        self.programs.decode, state, 1, self.spec(case), 16 * MANY, compile_only=True
-                    )
-                    for case in group
-                ]
-                for job in jobs:
-                    job.result()
-            self.states[group[0].batch, drafted] = state
+        """Compiles the programs of all cases and of --prefill, on as many threads as there are programs."""
+        start = time.perf_counter()
+        states, jobs = {}, []
+        distinct = {(self.spec(case), case.batch) for case in cases}
+        with concurrent.futures.ThreadPoolExecutor(len(distinct) + 1) as pool:
+            if self.args.prefill:
+                state = self.programs.init(self.drafter_config, 1, self.capacity, PAGE, abstract=True)
+                jobs.append(pool.submit(self.chunk, state, np.zeros(self.args.chunk), True, compile_only=True))
+            for spec, batch in distinct:
+                config = self.drafter_config if spec.budget else None
+                if (batch, config) not in states:
+                    states[batch, config] = self.programs.init(config, batch, self.capacity, PAGE, abstract=True)
+                state = states[batch, config]
+                jobs.append(pool.submit(self.programs.decode, state, 1, spec, 16 * MANY, compile_only=True))
+            for job in jobs:
+                job.result()
+        print(f"compiled {len(jobs)} programs in {time.perf_counter() - start:.1f} s", flush=True)
+
+    def chunk(self, state: DecodeState, tokens: np.ndarray, last: bool, **options: bool) -> Any:
+        """One chunk of a prompt in slot 0."""
+        spec = dataclasses.replace(self.spec(Case("chain", 0, 1)), budget=1, block_size=1)
+        return self.programs.prefill(state, 0, tokens, len(tokens), last, spec, **options)
 
     def prefill(self, tokens: int, chunk: int) -> float:
         """Seconds to run a prompt of `tokens` tokens through target and drafter, first token included."""
-        case = Case("chain", 0, 1)
-        state = self.state(case)
-        spec = dataclasses.replace(self.spec(case), budget=1, block_size=1)
+        state = self.state(Case("chain", 0, 1))
         ids = np.random.default_rng(0).integers(0, self.target_config.vocab_size, tokens)
-        self.programs.prefill(state, 0, ids[:chunk], chunk, True, spec, compile_only=True)
         jax.block_until_ready(state)
         start = time.perf_counter()
         output = None
         for begin in range(0, tokens, chunk):
-            piece = ids[begin : begin + chunk]
-            result = self.programs.prefill(state, 0, piece, len(piece), begin + chunk >= tokens, spec)
-            assert result is not None
-            state, output = result
+            state, output = self.chunk(state, ids[begin : begin + chunk], begin + chunk >= tokens)
         assert output is not None
         np.asarray(output.tokens)
         seconds = time.perf_counter() - start
@@ -202,9 +201,9 @@ class Bench:
 def measure(bench: Bench, cases: list[Case], repeats: int) -> dict[Case, list[float]]:
     """Seconds a round of every repeat; cases of one batch size are interleaved."""
     times: dict[Case, list[float]] = {case: [] for case in cases}
+    bench.compile(cases)
     for batch in dict.fromkeys(case.batch for case in cases):
         group = [case for case in cases if case.batch == batch]
-        bench.compile(group)
         for case in group:
             bench.run(case, FEW)
         for _ in range(repeats):
@@ -302,7 +301,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     cases = [Case(m, c, b) for b in args.batch for c in args.contexts for m in args.methods]
     times = measure(bench, cases, args.repeats)
-    print(f"compiled in {bench.programs.compile_seconds:.1f} s (threads added up)")
+    print(f"measured after {time.perf_counter() - began:.1f} s", flush=True)
     result = {
         "shape": args.shape, "layers": bench.target_config.num_layers, "dtype": args.dtype, "tp": args.tp,
         "device": device.device_kind, "jax": jax.__version__, "copy_bandwidth": bandwidth,

@@ -21,8 +21,8 @@ from benchmarks.shapes import NAMES, configs
 from dflash_jax import UserError
 from dflash_jax.programs import Programs
 from dflash_jax.random_weights import abstract_drafter, abstract_target
-from dflash_jax.round import RoundSpec, init_state
-from dflash_jax.sharding import check_divides, make_mesh, named, state_specs
+from dflash_jax.round import RoundSpec
+from dflash_jax.sharding import check_divides, make_mesh
 from dflash_jax.tree import SpineFirst
 from pallas_kernels.devices import GPUS, describe
 
@@ -67,16 +67,7 @@ def run(args: argparse.Namespace, devices: list[jax.Device]) -> dict[str, Any]:
     programs = Programs(target, drafter, mesh)
     capacity = -(-args.context // args.page_size) * args.page_size
 
-    def make() -> Any:
-        return init_state(
-            target_config, drafter_config, slots=args.batch, capacity=capacity, page_size=args.page_size, dtype=dtype
-        )
-
-    shapes = jax.eval_shape(make)
-    state = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes, named(mesh, state_specs(shapes)),
-    )  # fmt: skip
+    state = programs.init(drafter_config, args.batch, capacity, args.page_size, abstract=True)
     parts = {
         "target": device_bytes(nnx.state(target)),
         "drafter": device_bytes(nnx.state(drafter)),

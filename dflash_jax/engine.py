@@ -1,84 +1,27 @@
-"""The engine: slots, prefill, decoding in bursts, streaming and stop rules. The public class of the library."""
+"""The engine: models, and what they can be asked for. The public class of the library; `scheduler.py` decodes."""
 
-import collections
-import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from dflash_jax.acceptance import greedy, reject_and_resample, sample
+from dflash_jax.budget import BudgetController, buckets_of
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import UserError
 from dflash_jax.memory_plan import MemoryPlanner, context_capacity, power_of_two
 from dflash_jax.mtp import MTP
-from dflash_jax.pages import PagePool
 from dflash_jax.programs import Programs
-from dflash_jax.request import Chunk, Completion, SamplingParams, TokenLogprob
-from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
-from dflash_jax.sampling import SamplingNeeds, TokenLogprobs, init_sampling, slot_settings
-from dflash_jax.stopping import StopChecker, StopUpdate
+from dflash_jax.request import Chunk, Completion, SamplingParams
+from dflash_jax.round import DecodeState, RoundSpec
+from dflash_jax.scheduler import Request, Scheduler
+from dflash_jax.stopping import StopChecker
 from dflash_jax.target import Target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tree import SpineFirst, TreePolicy
 from pallas_kernels.dispatch import Implementation
 
 Prompt = str | Sequence[int]
-
-# Tokens a slot that one burst of rounds can hand to the host.
-BURST_TOKENS = 256
-
-
-@dataclasses.dataclass
-class _Running:
-    """A request in a slot (or waiting for one)."""
-
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    checker: StopChecker
-    limit: int
-    pages: list[int] = dataclasses.field(default_factory=list)
-    histogram: np.ndarray | None = None
-    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    admitted: float = 0.0
-    first_token: float = 0.0
-    finished: float = 0.0
-
-
-def _prefill_spec(spec: RoundSpec) -> RoundSpec:
-    """What prefill reads of a spec: whether there is a drafter, not how it drafts. All trees share its program."""
-    rule = sample if spec.rule is reject_and_resample else spec.rule  # without a draft they are the same
-    return dataclasses.replace(
-        spec, budget=min(spec.budget, 1), block_size=1, policy=SpineFirst(), rule=rule, sampled_draft=False,
-        ranks=False,
-    )  # fmt: skip
-
-
-def _sampling_spec(spec: RoundSpec, needs: SamplingNeeds | None, group: Sequence[SamplingParams]) -> RoundSpec:
-    """The round of requests that share a draft: one program serves whatever any of them needs."""
-    rule = greedy if needs is None else reject_and_resample if spec.sampled_draft else sample
-    return dataclasses.replace(
-        spec,
-        rule=rule,
-        sampled_draft=spec.sampled_draft and needs is not None,
-        logprobs=any(p.logprobs is not None for p in group),
-    )
-
-
-def _token_logprobs(output: RoundOutput, slot: int, count: int, alternatives: int | None) -> list[TokenLogprob]:
-    """A slot's part of fetched results; empty if not asked for."""
-    if alternatives is None:
-        return []
-    assert isinstance(output.logprobs, TokenLogprobs)
-    ids = output.tokens[slot, :count].tolist()
-    chosen, top, tokens = (x[slot, :count].tolist() for x in dataclasses.astuple(output.logprobs))
-    pairs = (tuple(zip(t, v, strict=True))[:alternatives] for t, v in zip(tokens, top, strict=True))
-    return [TokenLogprob(*one) for one in zip(ids, chosen, pairs, strict=True)]
 
 
 class Engine:
@@ -93,6 +36,7 @@ class Engine:
       policy: the tree policy of method "ddtree"; assign another one to try it.
       on_ranks: assign a function to have it called, where tokens are drafted, with a request's number and the ranks of
         its next tokens (`tree.accepted_ranks`; the first token, of prefill, has none). Other programs then run.
+      controllers: what chooses between budgets (`tree_budget="auto"`), by `Scheduler.curve_key`; kept between calls.
     """
 
     def __init__(
@@ -122,7 +66,6 @@ class Engine:
         self.device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         on_cpu = self.device.platform == "cpu"
         self.prefill_chunk = prefill_chunk or (128 if on_cpu else 512)
-        self.default_budget = 31 if on_cpu else 63
         self.implementation: Implementation = implementation
         self.names = names
         self.policy: TreePolicy = SpineFirst()
@@ -130,6 +73,7 @@ class Engine:
         self.programs = Programs(target, drafter, mesh, mtp)
         self._memory = memory
         self._states: dict[Any, DecodeState] = {}
+        self.controllers: dict[Any, BudgetController] = {}
 
     # ---------------------------------------------------------------- requests
 
@@ -158,6 +102,7 @@ class Engine:
                 ranks=self.on_ranks is not None,
             )  # fmt: skip
         assert self.drafter is not None
+        buckets: tuple[int, ...] = ()
         own = self.drafter.config.block_size
         block = params.block_size or own
         if block > own:
@@ -165,7 +110,9 @@ class Engine:
         if method == "dflash":
             budget, policy = block - 1, SpineFirst()
         else:
-            budget = self.default_budget if params.tree_budget == "auto" else params.tree_budget
+            if params.tree_budget == "auto":
+                buckets = buckets_of(block, self.device.platform == "cpu")
+            budget = buckets[-1] if params.tree_budget == "auto" else params.tree_budget
             policy = self.policy
         return RoundSpec(
             budget,
@@ -175,6 +122,7 @@ class Engine:
             context_pages=pages,
             implementation=self.implementation,
             ranks=self.on_ranks is not None,
+            buckets=buckets,
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -201,7 +149,12 @@ class Engine:
         text = self.tokenizer.apply_chat_template(messages, enable_thinking=enable_thinking)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> _Running:
+    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A request that a scheduler of this engine takes.
+
+        Raises:
+          UserError: a prompt or parameter that this model cannot serve.
+        """
         ids = self.encode(prompt)
         vocab = self.target.config.vocab_size
         for token, _ in params.logit_bias:
@@ -210,7 +163,7 @@ class Engine:
         limit = min(params.max_new_tokens, self.max_model_len - len(ids))
         eos = () if params.ignore_eos else self.target.config.eos_token_ids
         checker = StopChecker(self.tokenizer, max_new_tokens=limit, stop_strings=params.stop, eos_ids=eos)
-        return _Running(index, ids, params, checker, limit)
+        return Request(ids, params, checker, limit)
 
     # ---------------------------------------------------------------- public
 
@@ -250,161 +203,69 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(params)} parameter sets")
-        requests = [self._request(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
-        longest = max((len(r.prompt) + r.limit for r in requests), default=1)
-        capacity = context_capacity(longest, self.page_size)
-        groups: dict[RoundSpec, list[_Running]] = {}
+        requests = [self.request(*pair) for pair in zip(prompts, params, strict=True)]
+        for number, request in enumerate(requests):
+            request.number = number
+        longest = max((r.tokens for r in requests), default=1)
+        groups: dict[RoundSpec, list[Request]] = {}
         for request in requests:
-            groups.setdefault(self.spec_of(request.params, capacity), []).append(request)
-        for spec, group in groups.items():
-            yield from self._run_group(group, spec, capacity, burst)
+            spec = self.spec_of(request.params, context_capacity(longest, self.page_size))
+            groups.setdefault(spec, []).append(request)
+        # One after the other: a round costs as much for a few slots as for all of them.
+        for group in groups.values():
+            scheduler = self.scheduler(len(group), longest, burst=burst)
+            for request in group:
+                scheduler.submit(request)
+            while scheduler.busy:
+                for request, chunk in scheduler.step():
+                    yield request.number, chunk
+            scheduler.close()
 
-    def _state_key(self, slots: int, capacity: int, spec: RoundSpec) -> Any:
-        """What the shapes of a decode state depend on; a drafter's state serves all its trees."""
-        return slots, capacity, spec.mtp, spec.block_size if spec.mtp else spec.budget > 0
+    def scheduler(
+        self,
+        slots: int,
+        tokens: int,
+        *,
+        burst: int | None = None,
+        interleave: bool = False,
+        few_programs: bool = False,
+        pages: int | None = None,
+    ) -> Scheduler:
+        """A scheduler for requests of up to `tokens` tokens each, prompt and text.
 
-    def _state(self, slots: int, capacity: int, spec: RoundSpec) -> DecodeState:
-        """The decode state of this shape: fresh, or the one that the last run left (admission clears slots)."""
-        kept = self._states.pop(self._state_key(slots, capacity, spec), None)
+        It has up to `slots` slots: a power of two, at most `max_slots`, and no more than device memory holds.
+
+        Args:
+          slots: see above.
+          tokens: see above.
+          burst, interleave, few_programs: see `Scheduler`.
+          pages: that all slots share, and that requests get as their texts grow; None for as many as slots can use.
+        """
+        slots, capacity = power_of_two(min(slots, self.max_slots)), context_capacity(tokens, self.page_size)
+        if self._memory is not None:
+            slots = self._memory.fit(slots, capacity, pages).slots
+        return Scheduler(
+            self, slots, capacity,
+            burst=burst, interleave=interleave, few_programs=few_programs, pages=pages, lazy=pages is not None,
+        )  # fmt: skip
+
+    def state_kind(self, spec: RoundSpec) -> tuple[bool, int]:
+        """What the shapes of a decode state depend on besides sizes; a drafter's state serves all its trees."""
+        return spec.mtp, spec.block_size if spec.mtp else spec.budget > 0
+
+    def take_state(self, slots: int, capacity: int, pages: int, spec: RoundSpec) -> DecodeState:
+        """A decode state of this shape with no slot active: the one that was kept last, or a new one.
+
+        Admission clears slots, so neither differs from the other.
+        """
+        kept = self._states.pop((slots, capacity, pages, self.state_kind(spec)), None)
         if kept is not None:
             return kept
         self._states.clear()  # one set of caches at a time
         drafter = self.drafter.config if self.drafter is not None and spec.budget and not spec.mtp else None
-        return self.programs.init(
-            drafter, slots, capacity, self.page_size, mtp_steps=spec.budget if spec.mtp else 0
-        )
+        steps = spec.budget if spec.mtp else 0
+        return self.programs.init(drafter, slots, capacity, self.page_size, mtp_steps=steps, pages=pages)
 
-    def _prefill(
-        self, state: DecodeState, slot: int, request: _Running, spec: RoundSpec, needs: SamplingNeeds | None
-    ) -> tuple[DecodeState, list[int]]:
-        """Admits a request to a slot and runs its prompt; returns the first token."""
-        sampling = None
-        if needs is not None:
-            sampling = slot_settings(request.params, needs, self.target.config.vocab_size)
-        width = state.block_tables.shape[1]
-        # Unused entries repeat a page of the slot's own: they are never read, and never another slot's.
-        table = (request.pages + [request.pages[-1]] * width)[:width]
-        eos = () if request.params.ignore_eos else self.target.config.eos_token_ids
-        stop_ids = (*eos, *([-1] * state.stop_ids.shape[1]))[: state.stop_ids.shape[1]]
-        state = self.programs.admit(state, slot, table, request.limit, stop_ids, sampling)
-        request.admitted = time.perf_counter()  # after the first call's compilation
-        output = None
-        for start in range(0, len(request.prompt), self.prefill_chunk):
-            piece = request.prompt[start : start + self.prefill_chunk]
-            last = start + len(piece) == len(request.prompt)
-            padded = piece + [0] * (self.prefill_chunk - len(piece))
-            result = self.programs.prefill(state, slot, padded, len(piece), last, _prefill_spec(spec))
-            assert result is not None
-            state, output = result
-        assert output is not None
-        output = jax.device_get(output)
-        first = [int(output.tokens[0, 0])]
-        request.logprobs += _token_logprobs(output, 0, 1, request.params.logprobs)
-        request.first_token = time.perf_counter()
-        return state, first
-
-    def _run_group(
-        self, group: list[_Running], spec: RoundSpec, capacity: int, burst: int | None
-    ) -> Iterator[tuple[int, Chunk]]:
-        """Continuous batching over the slots, the host one burst behind the device."""
-        needs = SamplingNeeds.of([r.params for r in group])
-        spec = _sampling_spec(spec, needs, [r.params for r in group])
-        slots = power_of_two(min(len(group), self.max_slots))
-        if self._memory is not None:
-            slots = self._memory.fit(slots, capacity).slots
-        compiled_before = self.programs.compile_seconds
-        state = self._state(slots, capacity, spec)
-        sampling = None if needs is None else init_sampling(needs, slots, self.target.config.vocab_size)
-        state = dataclasses.replace(state, sampling=self.programs.replicated(sampling))
-        pool = PagePool(slots * (capacity // self.page_size), self.page_size)
-        buffer = max(BURST_TOKENS, spec.max_emitted)
-        # A stop string is seen by the host alone, so it must look after every round.
-        if burst is None:
-            burst = 1 if any(r.params.stop for r in group) else buffer
-        padding = [0] * self.prefill_chunk
-        self.programs.prefill(state, 0, padding, 1, True, _prefill_spec(spec), compile_only=True)
-        self.programs.decode(state, burst, spec, buffer, compile_only=True)
-
-        waiting = collections.deque(group)
-        running: dict[int, _Running] = {}
-        flying: collections.deque[tuple[dict[int, _Running], RoundOutput, jax.Array]] = collections.deque()
-        while waiting or running or flying:
-            while waiting and len(running) < slots:
-                slot = next(s for s in range(slots) if s not in running)
-                request = waiting.popleft()
-                request.pages = pool.allocate(len(request.prompt) + request.limit)
-                state, first = self._prefill(state, slot, request, spec, needs)
-                update = request.checker.push(first)
-                if update.finish_reason is None:
-                    running[slot] = request
-                else:
-                    # Stopped by what only the host sees (a stop string): the device must not go on in pages given back.
-                    state = self.programs.release(state, np.arange(slots) == slot)
-                    pool.release(request.pages)
-                yield request.index, self._chunk(request, update, spec, compiled_before)
-            if running:
-                result = self.programs.decode(state, burst, spec, buffer)
-                assert result is not None
-                state, (output, histogram) = result
-                flying.append((dict(running), output, histogram))
-            if flying and (len(flying) > 1 or not running):
-                owners, output, histogram = flying.popleft()
-                output, histogram = jax.device_get((output, histogram))
-                ended = np.zeros((slots,), bool)
-                for slot, request in owners.items():
-                    if running.get(slot) is not request:
-                        continue  # ended in an earlier burst; these are its surplus rounds
-                    count = output.count[slot]
-                    update = request.checker.push(output.tokens[slot, :count].tolist())
-                    request.logprobs += _token_logprobs(output, slot, count, request.params.logprobs)
-                    if output.ranks is not None and self.on_ranks is not None:
-                        self.on_ranks(request.index, output.ranks[slot, :count].tolist())
-                    request.histogram = histogram[slot]
-                    if update.finish_reason is not None:
-                        ended[slot] = True
-                        del running[slot]
-                        pool.release(request.pages)
-                    if update.token_ids or update.finish_reason is not None:
-                        yield request.index, self._chunk(request, update, spec, compiled_before)
-                if ended.any():
-                    state = self.programs.release(state, ended)
-        self._states[self._state_key(slots, capacity, spec)] = state
-
-    def _chunk(self, request: _Running, update: StopUpdate, spec: RoundSpec, compiled_before: float) -> Chunk:
-        if update.finish_reason is None:
-            return Chunk(update.text, update.token_ids)
-        request.finished = time.perf_counter()
-        return Chunk(update.text, update.token_ids, self._completion(request, spec, compiled_before))
-
-    def _completion(self, request: _Running, spec: RoundSpec, compiled_before: float) -> Completion:
-        checker = request.checker
-        ids = checker.token_ids
-        histogram = request.histogram if request.histogram is not None else np.zeros((1,), int)
-        rounds = int(histogram.sum())
-        emitted = int((histogram * np.arange(len(histogram))).sum())
-        seconds = request.finished - request.first_token
-        assert checker.finish_reason is not None
-        return Completion(
-            text=checker.text,
-            token_ids=ids,
-            finish_reason=checker.finish_reason,
-            stop=checker.stop,
-            prompt_tokens=len(request.prompt),
-            completion_tokens=len(ids),
-            method=self.method_of(request.params),
-            rounds=rounds,
-            mean_accepted_length=emitted / rounds if rounds else 0.0,
-            accepted_length_histogram=[int(n) for n in histogram],
-            tree_budget=spec.budget,
-            prefill_seconds=request.first_token - request.admitted,
-            decode_seconds=seconds,
-            compile_seconds=self.programs.compile_seconds - compiled_before,
-            tokens_per_second=(len(ids) - 1) / seconds if len(ids) > 1 and seconds > 0 else 0.0,
-            device=self.device.device_kind,
-            dtype=str(jnp.dtype(self.target.dtype)),
-            kernels=self.programs.kernels(spec, _prefill_spec(spec)),
-            model=self.names[0],
-            draft_model=self.names[1] if spec.budget and not spec.mtp else None,
-            seed=request.params.seed,
-            logprobs=None if request.params.logprobs is None else request.logprobs[: len(ids)],
-        )
+    def keep_state(self, state: DecodeState, slots: int, capacity: int, pages: int, spec: RoundSpec) -> None:
+        """Keeps a state, none of whose slots is active, for the next `take_state` of its shape."""
+        self._states[slots, capacity, pages, self.state_kind(spec)] = state

@@ -132,8 +132,10 @@ class MemoryPlanner:
             found["MTP head"] = _parameter_bytes(head)
         return found
 
-    def caches(self, slots: int, tokens: int) -> dict[str, int]:
+    def caches(self, slots: int, tokens: int, pages: int | None = None) -> dict[str, int]:
         """Part of the decode state -> its bytes on one device, `slots` slots of `tokens` tokens (whole pages).
+
+        They share `pages` pages; None for as many as all of them can use.
 
         One state is kept at a time; a drafter's is larger than that of the target's own head.
         """
@@ -147,6 +149,7 @@ class MemoryPlanner:
                 page_size=self.page_size,
                 dtype=jnp.dtype(self.dtype),
                 mtp_steps=steps,
+                pages=pages,
             )
         )
         specs = state_specs(state)
@@ -195,18 +198,18 @@ class MemoryPlanner:
         decode = rows * ((2 * (kv + conv + log) + wide + logits) // self.shards + replicated)
         return max(prefill, decode)
 
-    def plan(self, slots: int, tokens: int) -> MemoryPlan:
-        """What `slots` slots need, each with the capacity for a request of `tokens` tokens."""
-        return _plan(self, slots, context_capacity(tokens, self.page_size))
+    def plan(self, slots: int, tokens: int, pages: int | None = None) -> MemoryPlan:
+        """What `slots` slots need, each with the capacity for a request of `tokens` tokens; `pages` as of `caches`."""
+        return _plan(self, slots, context_capacity(tokens, self.page_size), pages)
 
-    def fit(self, slots: int, tokens: int) -> MemoryPlan:
+    def fit(self, slots: int, tokens: int, pages: int | None = None) -> MemoryPlan:
         """The plan with as many of the slots (a power of two, as the engine makes them) as there is memory for.
 
         Raises:
           UserError: there is not enough for one; the line has the sum.
         """
         slots = power_of_two(slots)
-        while not (plan := self.plan(slots, tokens)).fits:
+        while not (plan := self.plan(slots, tokens, pages)).fits:
             if slots == 1:
                 raise UserError(
                     f"not enough device memory: {plan.arithmetic()}; use a shorter --max-model-len, "
@@ -224,8 +227,8 @@ class MemoryPlanner:
 
 
 @functools.cache  # an engine asks before every call
-def _plan(planner: MemoryPlanner, slots: int, tokens: int) -> MemoryPlan:
-    caches, workspace = planner.caches(slots, tokens), planner.workspace(slots)
+def _plan(planner: MemoryPlanner, slots: int, tokens: int, pages: int | None) -> MemoryPlan:
+    caches, workspace = planner.caches(slots, tokens, pages), planner.workspace(slots)
     return MemoryPlan(planner.shards, planner.weights, slots, tokens, caches, workspace, planner.limit)
 
 

@@ -15,6 +15,11 @@ class PagePool:
         """Pages that nobody holds."""
         return len(self._free)
 
+    @property
+    def unused(self) -> list[int]:
+        """Their numbers."""
+        return list(self._free)
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)

@@ -61,6 +61,13 @@ def admit_slot(
     return state, None
 
 
+def assign_pages(
+    state: DecodeState, slot: Int[Array, ""], table: Int[Array, " T"]
+) -> tuple[DecodeState, None]:
+    """Gives a slot in use another table, which begins with the pages that it has written."""
+    return dataclasses.replace(state, block_tables=state.block_tables.at[slot].set(table)), None
+
+
 def release_slots(state: DecodeState, slots: Bool[Array, " B"]) -> tuple[DecodeState, None]:
     """Stops decoding in the slots marked (a stop string, which only the host can see)."""
     return dataclasses.replace(state, active=state.active & ~slots), None
@@ -81,6 +88,24 @@ def _options(rows: int, width: int) -> dict[str, bool | int | str] | None:
     return options
 
 
+class _Weights:
+    """A model's weights as a plain list, which a call hands over in a tenth of the time that `nnx.State` takes.
+
+    Attributes:
+      leaves: the arrays.
+      specs: how each lies on the mesh.
+    """
+
+    def __init__(self, model: nnx.Module):
+        self._graph, state = nnx.split(model)
+        self.leaves, self._structure = jax.tree.flatten(state)
+        self.specs = jax.tree.leaves(parameter_specs(state))
+
+    def model(self, leaves: list[Any]) -> Any:
+        """The model with these weights."""
+        return nnx.merge(self._graph, jax.tree.unflatten(self._structure, leaves))
+
+
 class Programs:
     """Compiles each (program, shapes, spec) once.
 
@@ -93,9 +118,9 @@ class Programs:
     def __init__(
         self, target: Target, drafter: Drafter | None, mesh: Mesh | None = None, mtp: MTP | None = None
     ):
-        self._target_def, self._target = nnx.split(target)
+        self._target = _Weights(target)
         models = {False: drafter, True: mtp}  # by RoundSpec.mtp
-        self._drafters = {own: nnx.split(model) for own, model in models.items() if model is not None}
+        self._drafters = {own: _Weights(model) for own, model in models.items() if model is not None}
         self._mesh = mesh
         self._config, self._dtype = target.config, target.dtype
         self.compiled: dict[Any, Any] = {}
@@ -103,13 +128,14 @@ class Programs:
         self.compile_seconds = 0.0
         self.on_compile: Callable[[str], None] = lambda name: None
 
-    def _models(self, target: Any, drafter: Any, spec: RoundSpec) -> tuple[Target, Drafter | MTP | None]:
-        merged = None if drafter is None else nnx.merge(self._drafters[spec.mtp][0], drafter)
-        return nnx.merge(self._target_def, target), merged
+    def _models(self, weights: list[Any], spec: RoundSpec) -> tuple[Target, Drafter | MTP | None]:
+        """Target and what drafts in this round, of the lists that `_weights` gives."""
+        own, *drafting = weights
+        return self._target.model(own), self._drafters[spec.mtp].model(drafting[0]) if drafting else None
 
-    def _drafter_of(self, spec: RoundSpec) -> Any:
-        """Weights of what drafts in this round; None for none."""
-        return self._drafters[spec.mtp][1] if spec.budget else None
+    def _weights(self, spec: RoundSpec) -> list[_Weights]:
+        """Of the target, and of what drafts in this round if anything does."""
+        return [self._target, self._drafters[spec.mtp]] if spec.drafts else [self._target]
 
     def _get(
         self,
@@ -117,14 +143,15 @@ class Programs:
         name: str,
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
-        donate: int,
+        weights: list[_Weights] | None = None,
         rows: int = 0,
     ) -> Any:
-        """The compiled program of a function that takes models, a state (number `donate`) and small things.
+        """The compiled program of a function that takes the leaves of `weights` (if any), a state, and small things.
 
         It returns the state and something that is alike on every device; the small things are that too. `rows` is how
         many rows its products with weights have.
         """
+        donate = 0 if weights is None else 1
         leaves, structure = jax.tree.flatten(arguments[donate])
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         key = (name, key, shapes, structure)
@@ -132,7 +159,7 @@ class Programs:
             self.on_compile(name)
             start = time.perf_counter()
             specs = tuple(
-                parameter_specs(x) if i < donate else state_specs(x) if i == donate else REPLICATED
+                [w.specs for w in weights or ()] if i < donate else state_specs(x) if i == donate else REPLICATED
                 for i, x in enumerate(arguments)
             )
             sharded = shard_program(function, self._mesh, specs, (specs[donate], REPLICATED))
@@ -144,19 +171,34 @@ class Programs:
         return self.compiled[key]
 
     def init(
-        self, drafter: DrafterConfig | None, slots: int, capacity: int, page_size: int, *, mtp_steps: int = 0
+        self,
+        drafter: DrafterConfig | None,
+        slots: int,
+        capacity: int,
+        page_size: int,
+        *,
+        mtp_steps: int = 0,
+        pages: int | None = None,
+        abstract: bool = False,
     ) -> DecodeState:
-        """See `round.init_state`; every device makes its own part."""
+        """See `round.init_state`; every device makes its own part. An abstract one is enough to compile for."""
         config, dtype = self._config, self._dtype
 
         def make() -> DecodeState:
             return rounds.init_state(
-                config, drafter, slots=slots, capacity=capacity, page_size=page_size, dtype=dtype, mtp_steps=mtp_steps
-            )
+                config, drafter, slots=slots, capacity=capacity, page_size=page_size, dtype=dtype,
+                mtp_steps=mtp_steps, pages=pages,
+            )  # fmt: skip
 
         if self._mesh is None:
-            return make()
-        return jax.jit(make, out_shardings=named(self._mesh, state_specs(jax.eval_shape(make))))()
+            return jax.eval_shape(make) if abstract else make()
+        shapes = jax.eval_shape(make)
+        shardings = named(self._mesh, state_specs(shapes))
+        if abstract:
+            return jax.tree.map(
+                lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings
+            )
+        return jax.jit(make, out_shardings=shardings)()
 
     def kernels(self, *specs: RoundSpec) -> dict[str, str]:
         """Op -> implementation in the programs compiled for `specs`; "pallas+xla" where its calls differ."""
@@ -175,18 +217,30 @@ class Programs:
         return jax.device_put(jax.tree.map(np.asarray, tree), everywhere)
 
     def decode(
-        self, state: DecodeState, max_rounds: int, spec: RoundSpec, buffer: int, *, compile_only: bool = False
+        self,
+        state: DecodeState,
+        max_rounds: int,
+        spec: RoundSpec,
+        buffer: int,
+        own: Any = None,
+        *,
+        compile_only: bool = False,
     ) -> tuple[DecodeState, tuple[RoundOutput, Int[Array, "B H"]]] | None:
-        """Up to `max_rounds` rounds on the device; also returns a copy of the histogram that outlives the state."""
+        """Up to `max_rounds` rounds on the device for the slots marked by `own` (None: for all).
 
-        def run(target: Any, drafter: Any, state: DecodeState, max_rounds: Array) -> Any:
-            state, output = rounds.decode(*self._models(target, drafter, spec), state, max_rounds, spec, buffer)
+        Also returns a copy of the histogram that outlives the state.
+        """
+
+        def run(weights: Any, state: DecodeState, max_rounds: Array, own: Array) -> Any:
+            models = self._models(weights, spec)
+            state, output = rounds.decode(*models, state, max_rounds, spec, buffer, own)
             return state, (output, jnp.copy(state.histogram))
 
-        drafter = self._drafter_of(spec)
-        arguments = (self._target, drafter, state, np.asarray(max_rounds, np.int32))
+        weights = self._weights(spec)
+        marked = np.ones(state.anchor.shape, bool) if own is None else np.asarray(own, bool)
+        arguments = ([w.leaves for w in weights], state, np.asarray(max_rounds, np.int32), marked)
         rows = state.anchor.shape[0] * (spec.budget + 1)
-        program = self._get((spec, buffer), "decode", run, arguments, 2, rows)
+        program = self._get((spec, buffer), "decode", run, arguments, weights, rows)
         return None if compile_only else program(*arguments)
 
     def prefill(
@@ -203,28 +257,26 @@ class Programs:
         """One chunk of one slot's prompt."""
 
         def run(
-            target: Any,
-            drafter: Any,
+            weights: Any,
             state: DecodeState,
             slots: Array,
             tokens: Array,
             count: Array,
             last: Array,
         ) -> Any:
-            models = self._models(target, drafter, spec)
+            models = self._models(weights, spec)
             return rounds.prefill(*models, state, slots, tokens, count, last, spec)
 
-        drafter = self._drafter_of(spec)
+        weights = self._weights(spec)
         arguments = (
-            self._target,
-            drafter,
+            [w.leaves for w in weights],
             state,
             np.asarray([slot], np.int32),
             np.asarray(tokens, np.int32)[None],
             np.asarray([count], np.int32),
             np.asarray([last]),
         )
-        program = self._get((spec, len(tokens)), "prefill", run, arguments, 2)
+        program = self._get((spec, len(tokens)), "prefill", run, arguments, weights)
         return None if compile_only else program(*arguments)
 
     def admit(
@@ -245,9 +297,14 @@ class Programs:
             np.asarray(stop_ids, np.int32),
             jax.tree.map(np.asarray, sampling),
         )
-        return self._get((), "admit", admit_slot, arguments, 0)(*arguments)[0]
+        return self._get((), "admit", admit_slot, arguments)(*arguments)[0]
+
+    def assign_pages(self, state: DecodeState, slot: int, table: Any) -> DecodeState:
+        """See `assign_pages`."""
+        arguments = (state, np.asarray(slot, np.int32), np.asarray(table, np.int32))
+        return self._get((), "assign_pages", assign_pages, arguments, 0)(*arguments)[0]
 
     def release(self, state: DecodeState, slots: Any) -> DecodeState:
         """See `release_slots`."""
         arguments = (state, np.asarray(slots, bool))
-        return self._get((), "release", release_slots, arguments, 0)(*arguments)[0]
+        return self._get((), "release", release_slots, arguments)(*arguments)[0]

@@ -90,7 +90,8 @@ def summary(completions: Sequence[Completion], wall_seconds: float, *, auto: boo
     rounds = sum(c.rounds for c in completions)
     method = first.method
     if method in ("mtp", "ddtree"):
-        method += f" ({'steps' if method == 'mtp' else 'budget'} {first.tree_budget})"
+        taken = "+".join(map(str, sorted({budget for c in completions for budget in c.tree_budgets})))
+        method += f" ({'steps' if method == 'mtp' else 'budget'} {taken or first.tree_budget})"
     if auto:
         method += f", chosen by auto: {_AUTO[first.method]}"
     parts = [f"{tokens} tokens"]

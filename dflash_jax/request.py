@@ -36,7 +36,8 @@ class SamplingParams:
       ignore_eos: go on past the model's end tokens, up to max_new_tokens.
       method: "ar" one token a pass, "mtp" chains of the checkpoint's own head, "dflash" the drafter's chain, "ddtree"
         its tree; "auto" takes ddtree with a drafter, mtp without one where the checkpoint has the head, and else ar.
-      tree_budget: nodes of the tree besides the anchor (ddtree only), or "auto".
+      tree_budget: nodes of the tree besides the anchor (ddtree only), or "auto": as many as pay on this device for
+        this text, down to none (autoregressive).
       block_size: rows of the drafter's block, at most the drafter's own; None for the drafter's own.
       mtp_steps: tokens that the head drafts a round (mtp only).
       seed: of the noise, 0 to 2**64 - 1. Equal seeds give equal tokens for equal prompts, alone or in any batch.
@@ -143,9 +144,11 @@ class Completion:
       rounds: target passes after prefill.
       mean_accepted_length: τ, tokens emitted per round (bonus included); 0 where there was no round.
       accepted_length_histogram: entry n is the number of rounds that emitted n tokens.
-      tree_budget: nodes besides the anchor (mtp: its steps); 0 for ar.
+      tree_budget: nodes besides the anchor (mtp: its steps); 0 for ar. Of "auto" what most rounds had.
+      tree_budgets: nodes -> rounds that had so many; more than one only with "auto".
       prefill_seconds: from admission to the first token; decode_seconds: from there to the last.
-      compile_seconds: spent on compiling programs for the call that this request was part of.
+      compile_seconds: spent on compiling programs for the call that this request was part of, and on timing their
+        rounds once for tree_budget "auto".
       tokens_per_second: tokens after the first, over decode_seconds.
       kernels: op -> "pallas" or "xla", as its prefill and decode programs were compiled; "pallas+xla" where the calls
         of one op differ (shapes that the kernel refuses). The log says why, at level INFO.
@@ -163,6 +166,7 @@ class Completion:
     mean_accepted_length: float
     accepted_length_histogram: list[int]
     tree_budget: int
+    tree_budgets: dict[int, int]
     prefill_seconds: float
     decode_seconds: float
     compile_seconds: float
@@ -184,8 +188,10 @@ class Chunk:
       text: new text that will not be taken back.
       token_ids: new ids.
       completion: set on the last chunk only.
+      logprobs: one entry a new id if they were asked for, else empty.
     """
 
     text: str
     token_ids: tuple[int, ...]
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()

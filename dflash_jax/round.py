@@ -57,6 +57,8 @@ class RoundSpec:
       implementation: kernel choice.
       ranks: whether rounds that draft also return which sibling was accepted at each depth.
       mtp: the target's own head drafts `budget` tokens, one after the other, instead of a drafter its block.
+      buckets: budgets, ascending, between which a controller switches (`budget.py`); rounds then return `Evidence` for
+        them. Rounds of budget 0 keep the drafter's context complete if there are any.
     """
 
     budget: int
@@ -69,6 +71,12 @@ class RoundSpec:
     implementation: Implementation = "auto"
     mtp: bool = False
     ranks: bool = False
+    buckets: tuple[int, ...] = ()
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a round needs what drafts: for a draft, or to keep its context."""
+        return self.budget > 0 or bool(self.buckets)
 
     @property
     def max_emitted(self) -> int:
@@ -119,9 +127,11 @@ def init_state(
     page_size: int,
     dtype: jax.typing.DTypeLike,
     mtp_steps: int = 0,
+    pages: int | None = None,
 ) -> DecodeState:
-    """The state of `slots` empty slots of `capacity` tokens each (a multiple of `page_size`), none active.
+    """The state of `slots` empty slots of up to `capacity` tokens each (a multiple of `page_size`), none active.
 
+    They share `pages` pages; None for as many as all of them can use.
     For rounds that draft with the target's own head, `mtp_steps` tokens each, if that is not 0.
     """
     per_slot = capacity // page_size
@@ -136,7 +146,7 @@ def init_state(
 
     return DecodeState(
         cache=init_cache(
-            target, drafter, slots=slots, pages=slots * per_slot, page_size=page_size, dtype=dtype,
+            target, drafter, slots=slots, pages=pages or slots * per_slot, page_size=page_size, dtype=dtype,
             mtp=mtp_steps > 0,
         ),
         block_tables=jnp.zeros((slots, per_slot), jnp.int32),
@@ -153,6 +163,24 @@ def init_state(
 
 
 @struct.dataclass
+class Evidence:
+    """What rounds say about each of `RoundSpec.buckets` (K of them), summed over rounds; of inactive slots nothing.
+
+    Trees of one policy are nested, so a round tells exactly what every smaller budget would have emitted in it. Entries
+    of buckets above the budget that ran are those of that budget.
+
+    Attributes:
+      rounds: rounds in which the slot was active.
+      reached: tokens that a round of the bucket would have emitted, stop tokens and limits aside.
+      predicted: the same, as the drafter's probabilities expect it.
+    """
+
+    rounds: Int[Array, " B"]
+    reached: Float[Array, "B K"]
+    predicted: Float[Array, "B K"]
+
+
+@struct.dataclass
 class RoundOutput:
     """Tokens that one round (or one prefill) emitted; entries from `count` on mean nothing.
 
@@ -163,6 +191,19 @@ class RoundOutput:
     count: Int[Array, " B"]
     logprobs: TokenLogprobs | None = None
     ranks: Int[Array, "B D"] | None = None
+    evidence: Evidence | None = None
+
+
+def write_context(drafter: Drafter, state: DecodeState) -> Float[Array, "Ld P S 2 K d"]:
+    """The draft KV with the keys and values of the taps that wait in the state."""
+    assert state.taps is not None and state.cache.draft_kv is not None
+    order = jnp.arange(state.taps.shape[1])
+    positions = (state.lengths - state.num_taps)[:, None] + order
+    with jax.named_scope("draft_context"):
+        fresh = drafter.context_kv(state.taps, positions)
+        # A slot that has ended may still hold taps, and its pages may be another request's by now.
+        valid = state.active[:, None] & (order < state.num_taps[:, None])
+        return write_pages(state.cache.draft_kv, fresh, state.block_tables, positions, valid)
 
 
 def draft(
@@ -174,15 +215,7 @@ def draft(
       The draft KV, and fp32 logits of the block_size - 1 tokens after the anchor (slot k predicts the token at
       anchor + k; slot 0's own output is not used), of this device's slice of the vocabulary.
     """
-    assert state.taps is not None and state.cache.draft_kv is not None
-    order = jnp.arange(state.taps.shape[1])
-    start = state.lengths - state.num_taps
-    with jax.named_scope("draft_context"):
-        positions = start[:, None] + order
-        fresh = drafter.context_kv(state.taps, positions)
-        # A slot that has ended may still hold taps, and its pages may be another request's by now.
-        valid = state.active[:, None] & (order < state.num_taps[:, None])
-        draft_kv = write_pages(state.cache.draft_kv, fresh, state.block_tables, positions, valid)
+    draft_kv = write_context(drafter, state)
     with jax.named_scope("draft_block"):
         masks = jnp.full(
             (state.anchor.shape[0], spec.block_size - 1), drafter.config.mask_token_id, jnp.int32
@@ -243,12 +276,16 @@ def commit_walk(
     last = jnp.maximum(count - 1, 0)[:, None]
     anchor = jnp.take_along_axis(walked.tokens, last, axis=1)[:, 0]
     taps, num_taps, next_tokens = state.taps, state.num_taps, state.next_tokens
-    if output.taps is not None and taps is not None:
+    if output.taps is not None and taps is not None and spec.budget == 0:
+        # No draft took the taps that wait: one more joins them.
+        taps = taps.at[jnp.arange(count.shape[0]), num_taps].set(output.taps[:, 0], mode="drop")
+        num_taps = num_taps + count
+    elif output.taps is not None and taps is not None:
         accepted = jnp.take_along_axis(output.taps, walked.path[:, :, None], axis=1)
         taps = jnp.pad(accepted, ((0, 0), (0, taps.shape[1] - accepted.shape[1]), (0, 0)))
         num_taps = count
-    if next_tokens is not None:
-        next_tokens = walked.tokens
+        if next_tokens is not None:
+            next_tokens = walked.tokens
     bins = jnp.arange(state.histogram.shape[1])
     state = dataclasses.replace(
         state,
@@ -266,6 +303,19 @@ def commit_walk(
     return state, RoundOutput(tokens=walked.tokens, count=count)
 
 
+def tell(active: Bool[Array, " B"], tree: Tree, walked: Walk, spec: RoundSpec) -> Evidence:
+    """What a round with a tree says about all buckets."""
+    assert tree.log_probs is not None and tree.order is not None
+    active = active.astype(jnp.int32)
+    buckets = jnp.asarray(spec.buckets)
+    on_path = jnp.arange(walked.path.shape[1]) < walked.count[:, None]
+    taken = jnp.take_along_axis(tree.order, walked.path, axis=1)
+    reached = jnp.sum(on_path[:, :, None] & (taken[:, :, None] <= buckets), axis=1)
+    probability = jnp.where(tree.valid, jnp.exp(tree.log_probs), 0.0)
+    predicted = jnp.sum(probability[:, :, None] * (tree.order[:, :, None] <= buckets), axis=1)
+    return Evidence(active, (active[:, None] * reached).astype(jnp.float32), active[:, None] * predicted)
+
+
 def speculative_round(
     target: Target, drafter: Drafter | MTP | None, state: DecodeState, spec: RoundSpec
 ) -> tuple[DecodeState, RoundOutput]:
@@ -276,11 +326,10 @@ def speculative_round(
     taps: tuple[int, ...] = ()
     draft_scores = None
     if not spec.budget:
-        if state.taps is not None:
-            raise ValueError(
-                "a round without a tree would leave holes in the draft KV of a state that keeps taps"
-            )
         tree = root_only_tree(state.anchor)
+        if spec.buckets and isinstance(drafter, Drafter):
+            taps = drafter.config.target_layer_ids
+        # Else no draft KV is written: a slot decoded so can never draft later.
     elif drafter is None:
         raise ValueError("a round with a tree needs a drafter")
     elif isinstance(drafter, MTP):
@@ -312,8 +361,10 @@ def speculative_round(
         chosen = spec.rule(logits, tree, state.lengths, state.sampling, draft_scores, target.vocabulary)
     with jax.named_scope("walk"):
         walked = walk(tree, chosen)
+    evidence = tell(state.active, tree, walked, spec) if spec.buckets and spec.budget else None
     with jax.named_scope("commit"):
         state, emitted = commit_walk(state, output, walked, spec)
+    emitted = dataclasses.replace(emitted, evidence=evidence)
     if spec.ranks and spec.budget:
         emitted = dataclasses.replace(emitted, ranks=accepted_ranks(tree, walked))
     if spec.logprobs:
@@ -330,21 +381,28 @@ def decode(
     max_rounds: Int[Array, ""],
     spec: RoundSpec,
     buffer: int,
+    own: Bool[Array, " B"] | None = None,
 ) -> tuple[DecodeState, RoundOutput]:
     """Repeats the round on the device until no slot is active, `max_rounds` are done, or the buffer could overflow.
 
     Args:
       buffer: tokens a slot that the output can hold; at least spec.max_emitted.
+      own: the slots that these rounds are for, None for all. Others, which may be in the middle of a prompt or decode
+        by another spec, stay exactly as they are.
     """
     width = spec.max_emitted
     slots = state.anchor.shape[0]
+    Carry = tuple[DecodeState, RoundOutput, Array]
+    before = state
+    if own is not None:
+        state = dataclasses.replace(state, active=state.active & own)
 
-    def going(carry: tuple[DecodeState, RoundOutput, Array]) -> Array:
+    def going(carry: Carry, limit: Array) -> Array:
         state, output, rounds = carry
         fits = jnp.max(output.count) + width <= buffer
-        return jnp.any(state.active) & (rounds < max_rounds) & fits
+        return jnp.any(state.active) & (rounds < limit) & fits
 
-    def body(carry: tuple[DecodeState, RoundOutput, Array]) -> tuple[DecodeState, RoundOutput, Array]:
+    def body(carry: Carry) -> Carry:
         state, output, rounds = carry
         state, fresh = speculative_round(target, drafter, state, spec)
         order = jnp.arange(width)
@@ -356,7 +414,8 @@ def decode(
         tokens = append(output.tokens, fresh.tokens)
         logprobs = jax.tree.map(append, output.logprobs, fresh.logprobs)
         ranks = jax.tree.map(append, output.ranks, fresh.ranks)
-        return state, RoundOutput(tokens, output.count + fresh.count, logprobs, ranks), rounds + 1
+        evidence = jax.tree.map(jnp.add, output.evidence, fresh.evidence)
+        return state, RoundOutput(tokens, output.count + fresh.count, logprobs, ranks, evidence), rounds + 1
 
     empty = RoundOutput(tokens=jnp.zeros((slots, buffer), jnp.int32), count=jnp.zeros((slots,), jnp.int32))
     if spec.logprobs:
@@ -364,8 +423,42 @@ def decode(
         empty = dataclasses.replace(empty, logprobs=logprobs)
     if spec.ranks and spec.budget:
         empty = dataclasses.replace(empty, ranks=jnp.zeros_like(empty.tokens))
-    state, output, _ = jax.lax.while_loop(going, body, (state, empty, jnp.zeros((), jnp.int32)))
+    if spec.buckets and spec.budget:
+        sums = jnp.zeros((slots, len(spec.buckets)), jnp.float32)
+        empty = dataclasses.replace(empty, evidence=Evidence(jnp.zeros((slots,), jnp.int32), sums, sums))
+
+    def repeat(carry: Carry, limit: Array) -> Carry:
+        return jax.lax.while_loop(lambda c: going(c, limit), body, carry)
+
+    def stretch(carry: Carry) -> Carry:
+        """Rounds without a draft leave their taps to the next one; once written, there is room for so many more."""
+        state, output, rounds = carry
+        assert isinstance(drafter, Drafter) and state.taps is not None
+        room = state.taps.shape[1]
+        cache = dataclasses.replace(state.cache, draft_kv=write_context(drafter, state))
+        state = dataclasses.replace(state, cache=cache, num_taps=jnp.zeros_like(state.num_taps))
+        return repeat((state, output, rounds), jnp.minimum(rounds + room, max_rounds))
+
+    start = (state, empty, jnp.zeros((), jnp.int32))
+    if spec.buckets and not spec.budget:
+        state, output, _ = jax.lax.while_loop(lambda c: going(c, max_rounds), stretch, start)
+    else:
+        state, output, _ = repeat(start, max_rounds)
+    if own is not None:
+        state = _restore(state, before, own)
     return state, output
+
+
+def _restore(state: DecodeState, before: DecodeState, own: Bool[Array, " B"]) -> DecodeState:
+    """Gives the slots that are not `own` back what a round changes even in a slot that is not active."""
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    names = ("active", "num_taps", "taps", "next_tokens")
+    return dataclasses.replace(
+        state, **{name: jax.tree.map(pick, getattr(state, name), getattr(before, name)) for name in names}
+    )
 
 
 def prefill(

@@ -16,7 +16,7 @@ All of this sees whole vocabularies: where devices share one, the acceptance rul
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -114,9 +114,32 @@ class SamplingNeeds:
         plain = needs == cls() and all(p.temperature == 0 for p in requests)
         return None if plain else needs
 
+    def __or__(self, other: "SamplingNeeds | None") -> "SamplingNeeds":
+        if other is None:
+            return self
+        return SamplingNeeds(*(a or b for a, b in zip(*map(dataclasses.astuple, (self, other)), strict=True)))
 
-def slot_settings(params: SamplingParams, needs: SamplingNeeds, vocab: int) -> SamplingState:
-    """One request's row of `SamplingState` (no slot axis)."""
+
+# What a batch needs, rounded up: each level has all parts of those before it.
+NEEDS_LEVELS = (SamplingNeeds(), SamplingNeeds(filters=True), SamplingNeeds(filters=True, penalties=True, bias=True))
+
+
+def rounded_up(needs: SamplingNeeds | None) -> SamplingNeeds | None:
+    """The first of `NEEDS_LEVELS` that has all that is needed: a server then has a program for few combinations."""
+    return None if needs is None else next(level for level in NEEDS_LEVELS if level | needs == level)
+
+
+def slot_settings(
+    params: SamplingParams, needs: SamplingNeeds, vocab: int, emitted: Sequence[int] = ()
+) -> SamplingState:
+    """One request's row of `SamplingState` (no slot axis).
+
+    Args:
+      params: the request's.
+      needs: the parts to be there.
+      vocab: size of the vocabulary.
+      emitted: tokens of its text so far, for the penalties: not empty if it goes on in another slot.
+    """
     filters = penalties = bias = None
     if needs.filters:
         filters = Filters(jnp.int32(params.top_k), jnp.float32(params.top_p), jnp.float32(params.min_p))
@@ -126,7 +149,7 @@ def slot_settings(params: SamplingParams, needs: SamplingNeeds, vocab: int) -> S
             jnp.float32(params.presence_penalty),
             jnp.float32(params.frequency_penalty),
             prompt=jnp.zeros((vocab,), bool),
-            counts=jnp.zeros((vocab,), jnp.int32),
+            counts=jnp.bincount(jnp.asarray(emitted, jnp.int32), length=vocab).astype(jnp.int32),
         )
     if needs.bias:
         row = np.zeros((vocab,), np.float32)
@@ -146,6 +169,27 @@ def init_sampling(needs: SamplingNeeds, slots: int, vocab: int) -> SamplingState
     """State of slots that no request has been admitted to."""
     row = slot_settings(SamplingParams(), needs, vocab)
     return jax.tree.map(lambda one: jnp.zeros((slots, *one.shape), one.dtype), row)
+
+
+def widened(
+    state: SamplingState | None, needs: SamplingNeeds, running: Mapping[int, SamplingParams], slots: int, vocab: int
+) -> SamplingState:
+    """The state with the parts that `needs` asks for and it lacks; parts that it has are kept as they are.
+
+    Args:
+      state: None where every slot has been greedy so far.
+      needs: at least what `state` has.
+      running: the requests in slots that are in use; all of them do without the parts that are new.
+      slots, vocab: sizes.
+    """
+    fresh = init_sampling(needs, slots, vocab)
+    for slot, params in running.items():
+        own = slot_settings(params, needs, vocab)
+        fresh = jax.tree.map(lambda all_slots, row, slot=slot: all_slots.at[slot].set(row), fresh, own)
+    if state is None:
+        return fresh
+    had = {field.name: getattr(state, field.name) for field in dataclasses.fields(SamplingState)}
+    return dataclasses.replace(fresh, **{name: part for name, part in had.items() if part is not None})
 
 
 def count_prompt(

@@ -376,9 +376,8 @@ class Tokenizer:
             try:
                 self._compiled[name] = _TemplateEnvironment().from_string(source)
             except jinja2.TemplateSyntaxError as error:
-                raise UserError(
-                    f"{file}: chat template, line {error.lineno}: {_one_line(error.message)}"
-                ) from None
+                words = f"chat template, line {error.lineno}: {_one_line(error.message)}"
+                raise UserError(words, file=file) from None
         return self._compiled[name]
 
     def apply_chat_template(
@@ -419,13 +418,11 @@ class Tokenizer:
         try:
             return template.render(arguments)
         except _Refusal as error:
-            raise UserError(f"{file}: the chat template refuses these messages: {_one_line(error)}") from None
+            raise UserError(f"the chat template refuses these messages: {_one_line(error)}", file=file) from None
         except jinja2.sandbox.SecurityError as error:
-            raise UserError(f"{file}: the chat template is unsafe: {_one_line(error)}") from None
+            raise UserError(f"the chat template is unsafe: {_one_line(error)}", file=file) from None
         except Exception as error:  # A template is foreign code and can fail in any way.
-            raise UserError(
-                f"{file}: chat template failed: {type(error).__name__}: {_one_line(error)}"
-            ) from None
+            raise UserError(f"chat template failed: {type(error).__name__}: {_one_line(error)}", file=file) from None
 
 
 class IncrementalDetokenizer:

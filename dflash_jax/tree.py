@@ -63,7 +63,7 @@ _IMPOSSIBLE = (1 << 30) - 1  # twice this is still an int32
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "parents", "depths", "ancestors", "valid"],
+    data_fields=["tokens", "parents", "depths", "ancestors", "valid", "order", "log_probs"],
     meta_fields=["max_depth"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,10 @@ class Tree:
         ancestors: ``[b, i, j]`` is True where row j is row i or an ancestor of it.
         valid: False for padding rows.
         max_depth: static upper bound of the depths (``L``).
+        order: when the policy took a row: node 0 is 0, the best prefix 1. The tree of a smaller budget b, if the
+            policy takes its spine first in both, is the rows of order <= b. Budget + 1 for padding rows.
+        log_probs: score of the row's prefix in nats (0 for node 0), under the policies here its log-probability;
+            None where a chain was not built from scores.
     """
 
     tokens: Int[Array, "B N"]
@@ -89,6 +93,8 @@ class Tree:
     ancestors: Bool[Array, "B N N"]
     valid: Bool[Array, "B N"]
     max_depth: int
+    order: Int[Array, "B N"] | None = None
+    log_probs: Float[Array, "B N"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -190,11 +196,12 @@ def grow_tree(
     if spine == budget:  # nothing to search: the tree is the chain, up to where it becomes impossible
         total = lax.associative_scan(_join, edges[:, :, 0], axis=1)
         tree = chain_tree(anchor, tokens[:, :, 0], total < _IMPOSSIBLE)
-        return dataclasses.replace(tree, max_depth=length)
+        return dataclasses.replace(tree, max_depth=length, log_probs=_nats(total))
     costs, joins = _best_prefixes(edges, budget)
-    levels, positions = _select(costs, spine, budget)
-    tree = _assemble(anchor, tokens, _ranks(joins, levels, positions, edges.shape[1]), levels)
-    return dataclasses.replace(tree, max_depth=length)
+    levels, positions, order = _select(costs, spine, budget)
+    tree = _assemble(anchor, tokens, _ranks(joins, levels, positions, edges.shape[1]), levels, order)
+    taken = _take(costs.reshape(costs.shape[0], -1), jnp.maximum(levels, 0) * costs.shape[2] + positions)
+    return dataclasses.replace(tree, max_depth=length, log_probs=_nats(taken))
 
 
 def chain_tree(
@@ -219,6 +226,7 @@ def chain_tree(
         ancestors=((row[:, None] >= row) & both) | (row[:, None] == row),
         valid=valid,
         max_depth=length,
+        order=jnp.where(valid, row, length + 1),
     )
 
 
@@ -297,6 +305,11 @@ def _costs(scores: Float[Array, "B L K"]) -> Int[Array, "B L K"]:
     return jnp.where(possible, units.astype(jnp.int32), _IMPOSSIBLE)
 
 
+def _nats(costs: Int[Array, "B n"]) -> Float[Array, "B N"]:
+    """Costs of the rows after node 0 as scores of all rows."""
+    return jnp.pad(-costs.astype(jnp.float32) / _UNITS_PER_NAT, ((0, 0), (1, 0)))
+
+
 def _join(left: Int[Array, "..."], right: Int[Array, "..."]) -> Int[Array, "..."]:
     """Saturating sum of two costs; associative."""
     return jnp.minimum(left + right, _IMPOSSIBLE)
@@ -342,19 +355,21 @@ def _best_prefixes(
 
 def _select(
     costs: Int[Array, "B L W"], spine: int, budget: int
-) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
+) -> tuple[Int[Array, "B n"], Int[Array, "B n"], Int[Array, "B n"]]:
     """The ``budget`` best entries over all depths, in row order.
 
     Returns:
-        For each row after node 0: index of its depth (-1: padding), and position in the list of that depth.
+        For each row after node 0: index of its depth (-1: padding), position in the list of that depth, and as
+        the how manieth it was taken, from 1.
     """
     batch, length, width = costs.shape
     reserved = (np.arange(width) == 0) & (np.arange(length) < spine)[:, None]
     keys = jnp.where(reserved & (costs < _IMPOSSIBLE), -1, costs)
     keys, entry = _smallest(keys.reshape(batch, -1), budget)
     # The lists are ordered, so the number of an entry is the row order: depth, then best first.
-    entry = lax.sort(jnp.where(keys < _IMPOSSIBLE, entry, length * width))
-    return jnp.where(entry < length * width, entry // width, -1), entry % width
+    taken = jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), entry.shape)
+    entry, taken = lax.sort((jnp.where(keys < _IMPOSSIBLE, entry, length * width), taken), num_keys=1)
+    return jnp.where(entry < length * width, entry // width, -1), entry % width, taken
 
 
 def _ranks(
@@ -380,6 +395,7 @@ def _assemble(
     tokens: Int[Array, "B L K"],
     ranks: Int[Array, "B n L"],
     levels: Int[Array, "B n"],
+    order: Int[Array, "B n"],
 ) -> Tree:
     """Turns selected prefixes into a tree; a row's ancestors are the rows whose ranks begin its own."""
     batch, length, k = tokens.shape
@@ -402,4 +418,5 @@ def _assemble(
         ancestors=ancestors,
         valid=valid,
         max_depth=length,
+        order=jnp.where(valid, jnp.pad(order, root), order.shape[1] + 1),
     )

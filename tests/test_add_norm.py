@@ -52,3 +52,13 @@ def test_a_width_without_a_kernel_is_refused_by_name():
 def test_every_named_case_traces_and_has_its_own_name():
     names = [name for name, function, arguments in cases("any") if jax.eval_shape(function, *arguments)]
     assert len(names) == len(set(names)) == 2 * len(MODELS) * len(ROWS)
+
+
+def test_layers_alike_share_one_lowered_kernel():
+    def layers(x: jax.Array, weight: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x, _ = kernel.add_norm(x, x, weight, eps=1e-6, zero_centered=True, interpret=True)
+        return x
+
+    text = jax.jit(layers).lower(jnp.ones((4, 64)), jnp.ones(64)).as_text()
+    assert text.count("func.func private @add_norm(") == 1 and text.count("call @add_norm(") == 3

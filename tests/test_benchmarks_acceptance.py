@@ -84,16 +84,18 @@ def test_a_record_a_table_and_pictures(tmp_path: Path, capsys):
     for name in sets:
         Path(name).write_text("The owl\nA map\nA third line\n")
     words = ["--model", str(target), "--draft-model", str(drafter), "--set", *sets, "--limit", "2"]
-    words += ["--max-new-tokens", "8", "--methods", "ar,ddtree:7", "--policies", "best", "--temperatures", "0"]
-    words += ["--repeats", "1", "--json", str(tmp_path / "r.json"), "--plots", str(tmp_path / "plots")]
-    words += ["--dtype", "float32"]
+    words += ["--max-new-tokens", "8", "--methods", "ar,ddtree:7,ddtree:auto", "--policies", "best"]
+    words += ["--temperatures", "0", "--repeats", "1", "--dtype", "float32"]
+    words += ["--json", str(tmp_path / "r.json"), "--plots", str(tmp_path / "plots")]
     assert main(words) == 0
     record = json.loads((tmp_path / "r.json").read_text())
     assert [(r["set"], r["method"], r["temperature"]) for r in record["methods"]] == [
-        (name, method, 0.0) for name in sets for method in ("ar", "ddtree:7")
+        (name, method, 0.0) for name in sets for method in ("ar", "ddtree:7", "ddtree:auto")
     ]
-    for ar, tree in (record["methods"][:2], record["methods"][2:]):
+    for ar, tree, auto in (record["methods"][:3], record["methods"][3:]):
         assert ar["prompts"] == tree["prompts"] == tree["same_tokens_as_first_method"] == 2
+        assert auto["same_tokens_as_first_method"] == 2 and sum(auto["tree_budgets"].values()) == auto["rounds"]
+        assert tree["tree_budgets"] == {"7": tree["rounds"]} and set(auto["tree_budgets"]) <= {"0", "3", "7", "15"}
         assert ar["taken_by_depth_and_rank"] is None and ar["rounds"] == ar["tokens"]
         assert tree["attempts_by_depth"][0] == tree["rounds"]
         assert tree["tau"] == pytest.approx(tree["tokens"] / tree["rounds"])
@@ -104,7 +106,7 @@ def test_a_record_a_table_and_pictures(tmp_path: Path, capsys):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
     rows = record["methods"]
     for draw in (acceptance_plots.speed, acceptance_plots.by_depth, acceptance_plots.by_rank):
-        axes = draw(rows).axes
+        axes = [a for a in draw(rows).axes if a.get_visible()]
         assert all(a.get_ylabel() for a in axes[:1]) and axes[-1].get_xlabel()
         shown = " ".join([a.get_title() for a in axes] + [t.get_text() for a in axes for t in a.get_xticklabels()])
         assert "2 prompts" in shown

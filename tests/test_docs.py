@@ -117,7 +117,7 @@ def test_flags_in_the_prose_exist(monkeypatch: pytest.MonkeyPatch) -> None:
         "dflash_jax.train", ["draft"], monkeypatch
     )
     benchmarks = ("acceptance", "divergence", "kernels", "round")
-    for module in ("dflash_jax.generate", *(f"benchmarks.{name}" for name in benchmarks)):
+    for module in ("dflash_jax.generate", "serve", "serve.client", *(f"benchmarks.{name}" for name in benchmarks)):
         known |= parse_command(module, [], monkeypatch)
     for page in [*DOCS, *CARDS]:
         for code in _INLINE.findall(_FENCE.sub("", page.read_text())):

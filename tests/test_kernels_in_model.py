@@ -1,6 +1,8 @@
 """The kernels inside whole models on a GPU: the target at published widths, and the bundled pair's text."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ class Slots:
     lengths: jax.Array
 
 
-def test_eight_layers_at_27b_widths_agree_with_xla_in_bf16():
+def test_eight_layers_at_27b_widths_are_as_exact_as_xla_in_bf16():
     config, _ = configs("qwen3.6-27b", 8)
     graph, weights = nnx.split(random_target(config, jnp.bfloat16))
     rng = np.random.default_rng(0)
@@ -38,28 +40,30 @@ def test_eight_layers_at_27b_widths_agree_with_xla_in_bf16():
     table = jnp.asarray([[2, 0, 3, 1]], jnp.int32)
     log_probs = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(1, 15, 512)), jnp.float32))
     tree = build_tree(tokens[:, 0], log_probs, 63)
-    spec = RoundSpec(63, 16)
 
-    @jax.jit
-    def run(weights: nnx.State, tokens: jax.Array):
-        model, outputs = nnx.merge(graph, weights), []
-        for implementation in ("xla", "pallas"):
-            cache = init_cache(config, None, slots=1, pages=TABLE, page_size=PAGE, dtype=jnp.bfloat16)
-            zero = jnp.zeros((1,), jnp.int32)
-            rows = Rows(tokens, jnp.arange(PROMPT)[None], jnp.ones((1, PROMPT), bool))
-            out = model(rows, model.empty_context(1), implementation=implementation)
-            cache = commit_causal(cache, out.updates, table, zero, zero, zero + PROMPT)
-            checked = dataclasses.replace(spec, implementation=implementation)
-            verified = verify(model, Slots(cache, table, zero + PROMPT), tree, (), checked)
-            outputs.append((model.logits(out.hidden), model.logits(verified.hidden), cache.recurrent))
-        return outputs
+    # Runs once: searching for the fastest products, in fp32 above all, would take most of the time.
+    @functools.partial(
+        jax.jit, static_argnames=("implementation", "dtype"), compiler_options={"xla_gpu_autotune_level": "0"}
+    )
+    def run(weights: nnx.State, tokens: jax.Array, implementation: Any, dtype: Any):
+        model = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), weights))
+        cache = init_cache(config, None, slots=1, pages=TABLE, page_size=PAGE, dtype=dtype)
+        zero = jnp.zeros((1,), jnp.int32)
+        rows = Rows(tokens, jnp.arange(PROMPT)[None], jnp.ones((1, PROMPT), bool))
+        out = model(rows, model.empty_context(1), implementation=implementation)
+        cache = commit_causal(cache, out.updates, table, zero, zero, zero + PROMPT)
+        spec = RoundSpec(63, 16, implementation=implementation)
+        verified = verify(model, Slots(cache, table, zero + PROMPT), tree, (), spec)
+        return model.logits(out.hidden), model.logits(verified.hidden), cache.recurrent
 
-    xla, pallas = run(weights, tokens)
-    for name, a, b in zip(("prefill", "tree", "state"), pallas, xla, strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.isfinite(a).all(), name
-        # Eight layers of bf16 residual stream: two XLA programs of other row counts part by as much.
-        assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b), name
+    exact = run(weights, tokens, "xla", jnp.float32)
+    xla, pallas = (run(weights, tokens, name, jnp.bfloat16) for name in ("xla", "pallas"))
+    for name, own, others, truth in zip(("prefill", "tree", "state"), pallas, xla, exact, strict=True):
+        truth = np.asarray(truth, np.float64)
+        error, usual = (np.linalg.norm(np.asarray(x) - truth) / np.linalg.norm(truth) for x in (own, others))
+        print(f"{name}: {error:.4f} from fp32, XLA {usual:.4f}")
+        # Roundings of the residual stream add up over eight layers: what bf16 costs is XLA's own distance from fp32.
+        assert error <= 1.2 * usual <= 0.1, name
 
 
 def test_the_bundled_pairs_fp32_tokens_are_those_of_xla():

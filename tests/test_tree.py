@@ -225,6 +225,10 @@ def test_default_policy_with_the_block_length_as_budget_is_the_chain():
     tree = batch(log_probs, 5, SpineFirst())
     expected = chain(jnp.full(SLOTS, ANCHOR), jnp.asarray(log_probs.argmax(2)))
     assert_well_formed(expected)
+    assert expected.log_probs is None  # nobody scored it
+    scores = np.cumsum(log_probs.max(2), axis=1)
+    np.testing.assert_allclose(tree.log_probs[:, 1:], scores, atol=1e-5)
+    tree = dataclasses.replace(tree, log_probs=None)
     for ours, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert expected.parents[0].tolist() == [-1, 0, 1, 2, 3, 4]
@@ -368,7 +372,7 @@ def test_ancestor_index_equals_plain_python(budget):
 
 def test_tree_is_a_pytree_with_a_static_depth():
     tree = root_only(jnp.array([1]))
-    assert len(jax.tree.leaves(tree)) == 5
+    assert len(jax.tree.leaves(tree)) == 6  # all fields but the depth, and scores, which only a search gives
     assert isinstance(jax.jit(functools.partial(jax.tree.map, lambda x: x))(tree), Tree)
 
 

@@ -9,6 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.dispatch import compiled_once
+
 
 def _kernel(x_ref, update_ref, weight_ref, sum_ref, normed_ref, *, eps: float, zero_centered: bool, block: int):
     width = x_ref.shape[1]
@@ -32,6 +34,7 @@ def _kernel(x_ref, update_ref, weight_ref, sum_ref, normed_ref, *, eps: float, z
     plgpu.store(normed_ref.at[row, column], y.astype(normed_ref.dtype), mask=live)
 
 
+@compiled_once("eps", "zero_centered", "interpret")
 def add_norm(
     x: Float[Array, "... d"],
     update: Float[Array, "... d"],

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.gdn_mixer.configs import Config
 from pallas_kernels.gdn_mixer.reference import L2_EPS
 
@@ -92,6 +93,7 @@ def _front_kernel(
         plgpu.store(g_ref.at[slot, row, value_head], g, mask=live)
 
 
+@compiled_once("key_heads", "key_dim", "config", "starts", "interpret")
 def gdn_front(
     layer: Int[Array, " 1"],
     inputs: Float[Array, "B N I"],
@@ -151,6 +153,7 @@ def _norm_kernel(x_ref, z_ref, weight_ref, out_ref, *, block_rows: int, eps: flo
     plgpu.store(out_ref.at[row[:, None], dims[None, :]], out, mask=mask)
 
 
+@compiled_once("eps", "config", "start", "interpret")
 def gated_norm(
     x: Float[Array, "*R H d"],
     z: Float[Array, "*R Z"],

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.gdn_scan.configs import ChunkConfig
 from pallas_kernels.gdn_scan.dots import dot, unit_lower_inverse
 
@@ -131,6 +132,7 @@ def _walk_kernel(
         final_ref[cell] = state
 
 
+@compiled_once("config", "interpret")
 def chunk_delta_rule(
     q: Float[Array, "B N Hk dk"],
     k: Float[Array, "B N Hk dk"],

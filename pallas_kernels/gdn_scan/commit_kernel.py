@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.gdn_scan.configs import CommitConfig
 from pallas_kernels.gdn_scan.dots import dot
 from pallas_kernels.gdn_scan.tree_kernel import padded
@@ -64,6 +65,7 @@ def _kernel(
         new_ref[cell] = jnp.exp(last) * state + update
 
 
+@compiled_once("config", "interpret")
 def commit_path(
     state: Float[Array, "L B Hv dk dv"],
     k: Float[Array, "L B N Hk dk"],

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.gdn_scan.configs import StepConfig
 
 
@@ -41,6 +42,7 @@ def _kernel(
     out_ref[slot, 0, head, value_dims] = key_dim**-0.5 * out
 
 
+@compiled_once("config", "interpret")
 def step_delta_rule(
     q: Float[Array, "B 1 Hk dk"],
     k: Float[Array, "B 1 Hk dk"],

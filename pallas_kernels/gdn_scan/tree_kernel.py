@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.gdn_scan.configs import TreeConfig
 from pallas_kernels.gdn_scan.dots import dot, unit_lower_inverse
 
@@ -143,6 +144,7 @@ def _kernel(
         plgpu.store(total_ref.at[slot, places[i], head], total[i], mask=live & (part == 0))
 
 
+@compiled_once("config", "interpret")
 def tree_delta_rule(
     q: Float[Array, "B N Hk dk"],
     k: Float[Array, "B N Hk dk"],

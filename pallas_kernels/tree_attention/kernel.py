@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.tree_attention.configs import Config, split_count
 
 # Stands for "no key seen yet" in a running maximum; finite, because inf - inf is NaN.
@@ -192,6 +193,7 @@ def _merge_kernel(
     plgpu.store(out_ref.at[slot, lax.div(row, group), head, column], out.astype(out_ref.dtype))
 
 
+@compiled_once("scale", "window", "config", "interpret")
 def tree_attention(
     q: Float[Array, "B N H d"],
     kv: Float[Array, "B N 2 K d"],

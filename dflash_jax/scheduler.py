@@ -1,0 +1,621 @@
+"""The scheduler: requests come and go at any time and share the slots and pages of one decode state.
+
+It runs on the host, on one thread, and decides only by what it was given and by the tokens that came back, so several
+processes of one run decide alike. One `step` admits what fits, hands the device one chunk of a prompt and one burst of
+rounds for each way of drafting among the requests, and reads the results of the step before: the device is never idle
+while the host looks at tokens.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.acceptance import greedy, reject_and_resample, sample
+from dflash_jax.budget import BudgetController, measure_curve
+from dflash_jax.errors import UserError
+from dflash_jax.pages import PagePool
+from dflash_jax.request import Chunk, Completion, SamplingParams, TokenLogprob
+from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
+from dflash_jax.sampling import SamplingNeeds, TokenLogprobs, rounded_up, slot_settings, widened
+from dflash_jax.stopping import StopChecker, StopUpdate
+from dflash_jax.tree import SpineFirst
+
+if TYPE_CHECKING:
+    from dflash_jax.engine import Engine
+
+# Tokens a slot that one burst of rounds can hand to the host.
+BURST_TOKENS = 256
+# Rounds of a burst whose time says how long a round takes, and not how long a call takes.
+SHORTEST_TIMED = 4
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One request on its way through a scheduler; made by `Engine.request`.
+
+    Attributes:
+      prompt: token ids.
+      params: as the user gave them.
+      checker: finds the end of the text.
+      limit: most tokens to generate.
+      number: what `Engine.on_ranks` is told to say whose ranks they are.
+      spec: how it drafts; set when it is submitted.
+      slot: while it has one.
+      pages: that it holds.
+      emitted: the tokens that have come back.
+      reads: what the device must read before it decodes: the prompt, and after a preemption what was emitted too.
+      prefilled: how many of these the device has been given.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    checker: StopChecker
+    limit: int
+    number: int = 0
+    spec: RoundSpec = dataclasses.field(default_factory=lambda: RoundSpec(0))
+    slot: int | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    emitted: list[int] = dataclasses.field(default_factory=list)
+    reads: list[int] = dataclasses.field(default_factory=list)
+    prefilled: int = 0
+    histogram: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1,), int))
+    slot_histogram: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1,), int))
+    budgets: dict[int, int] = dataclasses.field(default_factory=dict)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    compiled_before: float = 0.0
+    started: float = 0.0
+    first_token: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens that it can come to hold: prompt and text."""
+        return len(self.prompt) + self.limit
+
+    @property
+    def known(self) -> int:
+        """Tokens of it that the host knows: prompt and text so far."""
+        return len(self.prompt) + len(self.emitted)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the device has all that it must read."""
+        return self.slot is not None and self.prefilled == len(self.reads)
+
+    def begin(self, slot: int, pages: list[int]) -> None:
+        """Gives it a slot, in which it reads everything, of a histogram that counts from 0."""
+        self.slot, self.pages, self.prefilled = slot, pages, 0
+        self.reads, self.slot_histogram = self.prompt + self.emitted, np.zeros((1,), int)
+
+    def count_rounds(self, budget: int, histogram: np.ndarray) -> int:
+        """Takes in the slot's histogram after a burst of this budget; returns its rounds."""
+        rounds = int(histogram.sum() - self.slot_histogram.sum())
+        self.budgets[budget] = self.budgets.get(budget, 0) + rounds
+        # States of different kinds have histograms of different lengths.
+        total = np.zeros((max(len(self.histogram), len(histogram)),), int)
+        for part, sign in ((self.histogram, 1), (histogram, 1), (self.slot_histogram, -1)):
+            total[: len(part)] += sign * part
+        self.histogram, self.slot_histogram = total, histogram
+        return rounds
+
+
+@dataclasses.dataclass
+class _Flight:
+    """Results that the device still works on: slot -> the request that they are for, by the row they come in.
+
+    Attributes:
+      owners: row of the results -> request.
+      output: the results.
+      histogram: of all slots; None for the first token after a prompt.
+      spec: the rounds.
+      most: tokens that a slot can have emitted in them.
+      controller: what chose their budget, where that is adaptive; `bucket` is its index.
+      begun: when the host had handed them over.
+      alone: whether nothing else keeps the device or the host busy until they land, so that their time is known.
+    """
+
+    owners: list[tuple[int, Request]]
+    output: RoundOutput
+    histogram: jax.Array | None
+    spec: RoundSpec
+    most: int = 1
+    controller: BudgetController | None = None
+    bucket: int = 0
+    begun: float = 0.0
+    alone: bool = False
+
+
+def _prefill_spec(spec: RoundSpec) -> RoundSpec:
+    """What prefill reads of a spec: whether there is a drafter, not how it drafts. All trees share its program."""
+    rule = sample if spec.rule is reject_and_resample else spec.rule  # without a draft they are the same
+    return dataclasses.replace(
+        spec, budget=min(spec.budget, 1), block_size=1, policy=SpineFirst(), rule=rule, sampled_draft=False,
+        ranks=False, buckets=(),
+    )  # fmt: skip
+
+
+def _rounds_of(spec: RoundSpec) -> list[RoundSpec]:
+    """The rounds that requests of this spec may use, by bucket; the spec alone where the budget is fixed."""
+    return [dataclasses.replace(spec, budget=b) for b in spec.buckets] or [spec]
+
+
+def _token_logprobs(output: RoundOutput, row: int, count: int, alternatives: int | None) -> list[TokenLogprob]:
+    """A row's part of fetched results; empty if not asked for."""
+    if alternatives is None:
+        return []
+    assert isinstance(output.logprobs, TokenLogprobs)
+    ids = output.tokens[row, :count].tolist()
+    chosen, top, tokens = (x[row, :count].tolist() for x in dataclasses.astuple(output.logprobs))
+    pairs = (tuple(zip(t, v, strict=True))[:alternatives] for t, v in zip(tokens, top, strict=True))
+    return [TokenLogprob(*one) for one in zip(ids, chosen, pairs, strict=True)]
+
+
+class Scheduler:
+    """Continuous batching over the slots of one decode state. Not thread-safe: one thread calls it.
+
+    Requests are admitted in the order of their arrival, none overtakes another: each waits for a free slot, for pages
+    for its prompt and text (`lazy`: for its prompt), and, where the state is of another kind (that of a drafter, of
+    the target's own head), for the requests before it to end. Requests that draft in different ways decode in turns, a
+    burst each. Before the first request of an adaptive budget, rounds are timed, for which all slots must be free: it
+    waits for that too.
+
+    Attributes:
+      engine: whose models decode.
+      slots, capacity: requests decoded at once, and tokens that one of them can hold.
+      pool: pages of the state.
+      preemptions: how often a request had to give its slot back.
+      needs: the parts of the sampling state that the requests of now need; None where all of them are greedy.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        slots: int,
+        capacity: int,
+        *,
+        pages: int | None = None,
+        burst: int | None = None,
+        interleave: bool = False,
+        few_programs: bool = False,
+        lazy: bool = False,
+    ):
+        """An empty scheduler.
+
+        Args:
+          engine: see the class.
+          slots: see the class.
+          capacity: see the class; whole pages.
+          pages: that all slots share; None for as many as they can use.
+          burst: most rounds of a burst; None for what one buffer of tokens holds.
+          interleave: whether decoding goes on, a round after each chunk, while prompts are read (no request stalls
+            the others), or waits until all of them are (less work in all).
+          few_programs: whether needs are rounded up (`sampling.NEEDS_LEVELS`), so that fewer programs are compiled, of
+            which some do more than their requests need, and whether the state is from the start that of the requests
+            which leave the method to the engine.
+          lazy: whether requests get pages as their texts grow. Where none are left the request that was admitted last
+            gives its slot and pages back and is first in the queue; it reads what it had emitted again and goes on.
+        """
+        self.engine, self.slots, self.capacity = engine, slots, capacity
+        self.pool = PagePool(pages or slots * (capacity // engine.page_size), engine.page_size)
+        self._burst, self._interleave, self._few_programs = burst, interleave, few_programs
+        self._lazy, self.preemptions = lazy, 0
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._running: dict[int, Request] = {}  # by slot
+        self._prefilling: collections.deque[Request] = collections.deque()
+        self._flying: list[_Flight] = []
+        self._state: DecodeState | None = None
+        self._made_for = RoundSpec(0)  # the kind of request that the state was made for
+        self.needs: SamplingNeeds | None = None
+        self._logprobs = False
+        self._landed = 0.0  # when the newest results had come
+
+    # ---------------------------------------------------------------- from outside
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._waiting or self._running or self._flying)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests in slots."""
+        return len(self._running)
+
+    def submit(self, request: Request) -> None:
+        """Puts a new request at the end of the queue.
+
+        Raises:
+          UserError: it could not be served even alone.
+        """
+        if request.tokens > self.capacity or self.pool.pages_for(request.tokens) > self.pool.pages:
+            most = min(self.capacity, self.pool.pages * self.pool.page_size)
+            raise UserError(
+                f"--prompt has {len(request.prompt)} tokens, with --max-new-tokens {request.limit} more than the "
+                f"{most} that a slot can hold"
+            )
+        request.spec = self.engine.spec_of(request.params, self.capacity)
+        request.compiled_before = self.engine.programs.compile_seconds
+        self._waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request at once, wherever it is; its slot and pages are free. One that has ended stays as it is."""
+        if request.slot is not None:
+            self._release([request])
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def close(self) -> None:
+        """Cancels everything and gives the state back to the engine, which the next scheduler may use."""
+        self._waiting.clear()
+        self._release(list(self._running.values()))
+        self._flying.clear()
+        self._give_back_state()
+
+    def step(self) -> list[tuple[Request, Chunk]]:
+        """Admits, prefills, decodes; returns what the step before has emitted, in no order but each request's own.
+
+        A request has ended, and its slot and pages are free, when its chunk carries a completion. After an exception
+        the device's state is unknown: drop the scheduler.
+        """
+        landing, self._flying = self._flying, []
+        if self._admit():  # which may have compiled
+            landing = [dataclasses.replace(flight, alone=False) for flight in landing]
+        chunks: list[tuple[Request, Chunk]] = []
+        if self._lazy and not self._grow(landing):
+            # There are too few pages for what may be coming: first see what has come.
+            chunks, landing = [pair for flight in landing for pair in self._land(flight)], []
+            while not self._grow(landing):
+                self._preempt()
+        quiet = not self._prefilling
+        if self._prefilling:
+            self._prefill_chunk(self._prefilling[0])
+        if self._interleave or not self._prefilling:
+            self._decode()
+        if quiet and len(self._flying) == 1:
+            self._flying[0].alone = True
+        if any(f.controller is not None and f.bucket and f.controller.unsure() for f in self._flying):
+            landing, self._flying = [*landing, *self._flying], []
+        return [*chunks, *(pair for flight in landing for pair in self._land(flight))]
+
+    def check(self) -> None:
+        """Walks slots, pages and the device's state; raises `RuntimeError` that names what is not in order."""
+        problems = []
+        held = [page for request in self._running.values() for page in request.pages]
+        if sorted([*held, *self.pool.unused]) != list(range(self.pool.pages)):
+            problems.append(
+                f"{self.pool.pages} pages, but {len(held)} held and {self.pool.free} free: {sorted(held)}"
+            )
+        for slot, request in self._running.items():
+            if request.slot != slot or not 0 <= slot < self.slots:
+                problems.append(f"slot {slot} runs a request of slot {request.slot}")
+            whole, now = self.pool.pages_for(request.tokens), self.pool.pages_for(request.known)
+            if not (now if self._lazy else whole) <= len(request.pages) <= whole:
+                problems.append(f"slot {slot} has {len(request.pages)} pages for {request.tokens} tokens")
+        if any(request.slot is not None or request.pages for request in self._waiting):
+            problems.append("a waiting request holds a slot or pages")
+        if [r for r in self._prefilling if self._running.get(-1 if r.slot is None else r.slot) is not r or r.decoding]:
+            problems.append("a request that is not in a slot, or has its prompt there, is in line for prefill")
+        if self._state is not None:
+            active, tables = jax.device_get((self._state.active, self._state.block_tables))
+            decoding = {slot for slot, request in self._running.items() if request.decoding}
+            if not set(np.flatnonzero(active)) <= decoding:
+                problems.append(f"slots {np.flatnonzero(active)} are active, of which {decoding} decode")
+            for slot, request in self._running.items():
+                if tables[slot, : len(request.pages)].tolist() != request.pages:
+                    problems.append(f"slot {slot} holds pages {request.pages}, its table has {tables[slot]}")
+        elif self._running:
+            problems.append("requests run without a state")
+        if problems:
+            raise RuntimeError("; ".join(problems))
+
+    # ---------------------------------------------------------------- admission
+
+    def _admit(self) -> bool:
+        """Gives slots and pages to the requests at the head of the queue, as far as they go; whether there were any."""
+        fresh: list[Request] = []
+        while self._waiting and len(self._running) < self.slots:
+            request = self._waiting[0]
+            if not self._serves(request.spec):
+                if self._running:
+                    break
+                # One that does not draft takes the state of the next that does, which can then join it.
+                usual = self.engine.spec_of(SamplingParams(), self.capacity) if self._few_programs else request.spec
+                self._make_state(next((r.spec for r in self._waiting if r.spec.budget), usual))
+            untimed = request.spec.buckets and self.curve_key(request.spec) not in self.engine.controllers
+            if untimed and len(self._running) > len(fresh):
+                break
+            tokens = self._pages_until(request, []) if self._lazy else request.tokens
+            # Who has just been admitted should not be the first to lose its pages again.
+            spare = len(self._running) if self._lazy else 0
+            if self.pool.pages_for(tokens) + spare > self.pool.free:
+                break
+            self._waiting.popleft()
+            slot = next(slot for slot in range(self.slots) if slot not in self._running)
+            request.begin(slot, self.pool.allocate(tokens))
+            self._running[slot] = request
+            self._prefilling.append(request)
+            fresh.append(request)
+        if fresh:
+            self._settle(fresh)
+        for spec in dict.fromkeys(request.spec for request in fresh):
+            self._compile(spec)
+        for request in fresh:
+            self._prepare(request)
+        return bool(fresh)
+
+    def _pages_until(self, request: Request, landing: Sequence[_Flight]) -> int:
+        """Tokens for which a request must hold pages before the next burst, with what is still in flight."""
+        spec, buffer = request.spec, self._buffer(request.spec)
+        burst = buffer if self._burst is None else min(self._burst * spec.max_emitted, buffer)
+        coming = sum(flight.most for flight in landing if any(owner is request for _, owner in flight.owners))
+        return min(request.tokens, request.known + coming + 1 + burst)
+
+    def _grow(self, landing: Sequence[_Flight]) -> bool:
+        """Gives requests the pages that their next burst may need, the oldest first; False if there are too few."""
+        for request in self._running.values():
+            tokens = self._pages_until(request, landing)
+            missing = self.pool.pages_for(tokens) - len(request.pages)
+            if missing > self.pool.free:
+                return False
+            if missing > 0:
+                request.pages = request.pages + self.pool.allocate(missing * self.pool.page_size)
+                assert self._state is not None and request.slot is not None
+                table = self._table(request.pages)
+                self._state = self.engine.programs.assign_pages(self._state, request.slot, table)
+        return True
+
+    def _preempt(self) -> None:
+        """The youngest request makes room and waits, before all others. Nothing of it is in flight.
+
+        The oldest never has to: it fits alone.
+        """
+        youngest = next(reversed(self._running.values()))
+        self._release([youngest])
+        self._waiting.appendleft(youngest)
+        self.preemptions += 1
+
+    def _table(self, pages: Sequence[int]) -> list[int]:
+        """A slot's block table. Unused entries repeat a page of its own: never read, and never another slot's."""
+        width = self.capacity // self.pool.page_size
+        return [*pages, *[pages[-1]] * width][:width]
+
+    def _serves(self, spec: RoundSpec) -> bool:
+        """Whether there is a state that can hold such a request. Without a draft any can."""
+        kind = self.engine.state_kind
+        return self._state is not None and (not spec.budget or kind(spec) == kind(self._made_for))
+
+    def _make_state(self, spec: RoundSpec) -> None:
+        self._give_back_state()
+        self._state = self.engine.take_state(self.slots, self.capacity, self.pool.pages, spec)
+        self._made_for = spec
+
+    def _give_back_state(self) -> None:
+        if self._state is not None:
+            self.engine.keep_state(self._state, self.slots, self.capacity, self.pool.pages, self._made_for)
+        self._state = None
+
+    def _settle(self, fresh: Sequence[Request]) -> None:
+        """Makes the state hold what the requests of now need to sample, those in line included.
+
+        While slots are in use nothing is taken away, so that programs do not change back and forth.
+        """
+        assert self._state is not None
+        old = {slot: r.params for slot, r in self._running.items() if r not in fresh}
+        everyone = [r.params for r in (*self._running.values(), *self._waiting)]
+        needs, logprobs = SamplingNeeds.of(everyone), any(p.logprobs is not None for p in everyone)
+        if self._few_programs:
+            needs = rounded_up(needs)
+        sampling = self._state.sampling if old else None
+        if old:
+            needs = needs if self.needs is None else self.needs | needs
+            logprobs |= self._logprobs
+        if needs != self.needs or not old:
+            vocab = self.engine.target.config.vocab_size
+            if needs is not None:
+                sampling = self.engine.programs.replicated(widened(sampling, needs, old, self.slots, vocab))
+            self._state = dataclasses.replace(self._state, sampling=sampling)
+        self.needs, self._logprobs = needs, logprobs
+
+    def curve_key(self, draft: RoundSpec) -> Any:
+        """What the time of a round depends on, how tokens are chosen left out."""
+        return dataclasses.replace(draft, ranks=False), self.slots, self.capacity
+
+    def _compile(self, draft: RoundSpec) -> None:
+        """Compiles what requests of this kind need; times the rounds of an adaptive budget if they are the first."""
+        programs, controllers, key = self.engine.programs, self.engine.controllers, self.curve_key(draft)
+        assert self._state is not None
+        spec = self._full_spec(draft)
+        padding = [0] * self.engine.prefill_chunk
+        programs.prefill(self._state, 0, padding, 1, True, _prefill_spec(spec), compile_only=True)
+        rounds = _rounds_of(spec)
+        for one in rounds:
+            programs.decode(self._state, 1, one, self._buffer(spec), compile_only=True)
+        if draft.buckets and key not in controllers:
+            start = time.perf_counter()
+            self._state, curve = measure_curve(
+                programs, self._state, rounds, self._buffer(spec), self.engine.page_size
+            )
+            controllers[key] = BudgetController(curve)
+            programs.compile_seconds += time.perf_counter() - start
+
+    def _prepare(self, request: Request) -> None:
+        """Empties the request's slot for it."""
+        engine, programs = self.engine, self.engine.programs
+        assert self._state is not None and request.slot is not None
+        sampling = None
+        if self.needs is not None:
+            vocab = engine.target.config.vocab_size
+            sampling = slot_settings(request.params, self.needs, vocab, request.emitted)
+        table = self._table(request.pages)
+        eos = () if request.params.ignore_eos else engine.target.config.eos_token_ids
+        places = self._state.stop_ids.shape[1]
+        stop_ids = (*eos, *([-1] * places))[:places]
+        left = request.limit - len(request.emitted)
+        self._state = programs.admit(self._state, request.slot, table, left, stop_ids, sampling)
+
+    # ---------------------------------------------------------------- work for the device
+
+    def _full_spec(self, spec: RoundSpec) -> RoundSpec:
+        """The round of requests that share a draft: one program serves whatever any of them needs."""
+        rule = greedy if self.needs is None else reject_and_resample if spec.sampled_draft else sample
+        drawn = spec.sampled_draft and self.needs is not None
+        return dataclasses.replace(spec, rule=rule, sampled_draft=drawn, logprobs=self._logprobs)
+
+    def _buffer(self, spec: RoundSpec) -> int:
+        return max(BURST_TOKENS, spec.max_emitted)
+
+    def _prefill_chunk(self, request: Request) -> None:
+        """Hands the device the next piece of a prompt. The prompts in line take turns where decoding goes on."""
+        assert self._state is not None and request.slot is not None
+        if not request.started:
+            request.started = time.perf_counter()
+        chunk = self.engine.prefill_chunk
+        piece = request.reads[request.prefilled : request.prefilled + chunk]
+        last = request.prefilled + len(piece) == len(request.reads)
+        padded = piece + [0] * (chunk - len(piece))
+        spec = _prefill_spec(self._full_spec(request.spec))
+        result = self.engine.programs.prefill(self._state, request.slot, padded, len(piece), last, spec)
+        assert result is not None
+        self._state, output = result
+        request.prefilled += len(piece)
+        if last:
+            self._prefilling.popleft()
+            self._flying.append(_Flight([(0, request)], output, None, spec))
+            if request.spec.buckets:
+                mates = sum(r.decoding and r.spec == request.spec for r in self._running.values())
+                self.engine.controllers[self.curve_key(request.spec)].new_request(mates)
+        elif self._interleave:
+            self._prefilling.rotate(-1)
+
+    def _decode(self) -> None:
+        """Hands the device one burst for each way of drafting."""
+        lanes: dict[RoundSpec, list[Request]] = {}
+        for request in self._running.values():
+            if request.decoding:
+                lanes.setdefault(request.spec, []).append(request)
+        for draft, lane in lanes.items():
+            spec = self._full_spec(draft)
+            rounds = self._buffer(spec) if self._burst is None else self._burst
+            # A stop string is seen by the host alone, so it must look after every round; and prompts and other ways of
+            # drafting wait for the end of a burst.
+            if self._prefilling or len(lanes) > 1 or any(r.params.stop for r in lane):
+                rounds = 1
+            controller, bucket, buffer = None, 0, self._buffer(spec)
+            if draft.buckets:
+                controller = self.engine.controllers[self.curve_key(draft)]
+                bucket, rounds = controller.next(rounds)
+                spec = dataclasses.replace(spec, budget=draft.buckets[bucket])
+            owners = [(r.slot, r) for r in lane if r.slot is not None]
+            own = np.zeros((self.slots,), bool)
+            own[[slot for slot, _ in owners]] = True
+            assert self._state is not None
+            result = self.engine.programs.decode(self._state, rounds, spec, buffer, own)
+            assert result is not None
+            self._state, (output, histogram) = result
+            begun = time.perf_counter()
+            most = min(rounds * spec.max_emitted, buffer)
+            self._flying.append(_Flight(owners, output, histogram, spec, most, controller, bucket, begun))
+
+    # ---------------------------------------------------------------- results
+
+    def _land(self, flight: _Flight) -> list[tuple[Request, Chunk]]:
+        """Waits for results and hands them to their requests; ends those that are done."""
+        output, histogram = jax.device_get((flight.output, flight.histogram))
+        begun, self._landed = max(flight.begun, self._landed), time.perf_counter()
+        controller, rounds = flight.controller, 0
+        if controller is not None and output.evidence is not None:
+            controller.observe(flight.bucket, output.evidence)
+        chunks, ended = [], []
+        for row, request in flight.owners:
+            if request.slot is None:
+                continue  # ended in an earlier flight; these are its surplus rounds
+            count = int(output.count[row])
+            fresh = output.tokens[row, :count].tolist()
+            request.emitted += fresh
+            update = request.checker.push(fresh)
+            logprobs = _token_logprobs(output, row, len(update.token_ids), request.params.logprobs)
+            request.logprobs += logprobs
+            if histogram is None:
+                request.first_token = request.first_token or time.perf_counter()
+            else:
+                rounds = max(rounds, request.count_rounds(flight.spec.budget, histogram[row]))
+            if output.ranks is not None and self.engine.on_ranks is not None:
+                self.engine.on_ranks(request.number, output.ranks[row, :count].tolist())
+            if update.finish_reason is not None:
+                ended.append(request)
+            if update.token_ids or update.finish_reason is not None:
+                chunks.append((request, self._chunk(request, update, logprobs)))
+        self._release(ended)
+        if controller is not None:
+            controller.ran(flight.bucket, rounds)
+        # Processes must not choose differently, so of several none looks at its own clock.
+        if controller is not None and flight.alone and rounds >= SHORTEST_TIMED and jax.process_count() == 1:
+            controller.timed(flight.bucket, self._landed - begun, rounds)
+        return chunks
+
+    def _release(self, requests: Sequence[Request]) -> None:
+        """Takes slots and pages back.
+
+        The device must not go on in pages given back: where only the host has seen the end (a stop string), the slot
+        would still be active.
+        """
+        slots = np.zeros((self.slots,), bool)
+        for request in requests:
+            assert request.slot is not None
+            slots[request.slot] = True
+            del self._running[request.slot]
+            self.pool.release(request.pages)
+            if request in self._prefilling:
+                self._prefilling.remove(request)
+            request.slot, request.pages = None, []
+        if requests:
+            assert self._state is not None
+            self._state = self.engine.programs.release(self._state, slots)
+
+    def _chunk(self, request: Request, update: StopUpdate, logprobs: list[TokenLogprob]) -> Chunk:
+        done = None if update.finish_reason is None else self._completion(request)
+        return Chunk(update.text, update.token_ids, done, tuple(logprobs))
+
+    def _completion(self, request: Request) -> Completion:
+        engine, checker, histogram = self.engine, request.checker, request.histogram
+        spec = self._full_spec(request.spec)
+        ids = checker.token_ids
+        rounds = int(histogram.sum())
+        emitted = int((histogram * np.arange(len(histogram))).sum())
+        seconds = time.perf_counter() - request.first_token
+        assert checker.finish_reason is not None
+        return Completion(
+            text=checker.text,
+            token_ids=ids,
+            finish_reason=checker.finish_reason,
+            stop=checker.stop,
+            prompt_tokens=len(request.prompt),
+            completion_tokens=len(ids),
+            method=engine.method_of(request.params),
+            rounds=rounds,
+            mean_accepted_length=emitted / rounds if rounds else 0.0,
+            accepted_length_histogram=[int(n) for n in histogram],
+            tree_budget=max(request.budgets, key=lambda nodes: request.budgets[nodes], default=spec.budget),
+            tree_budgets=dict(sorted(request.budgets.items())),
+            prefill_seconds=request.first_token - request.started,
+            decode_seconds=seconds,
+            compile_seconds=engine.programs.compile_seconds - request.compiled_before,
+            tokens_per_second=(len(ids) - 1) / seconds if len(ids) > 1 and seconds > 0 else 0.0,
+            device=engine.device.device_kind,
+            dtype=str(jnp.dtype(engine.target.dtype)),
+            kernels=engine.programs.kernels(*_rounds_of(spec), _prefill_spec(spec)),
+            model=engine.names[0],
+            draft_model=engine.names[1] if spec.budget and not spec.mtp else None,
+            seed=request.params.seed,
+            logprobs=None if request.params.logprobs is None else request.logprobs,
+        )

@@ -1,0 +1,1 @@
+"""The server: the engine as a gRPC service."""

@@ -1,0 +1,120 @@
+"""`python -m serve.client PROMPT`: asks a server and prints the text as it comes; the figures follow on stderr."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from dflash_jax.errors import UserError
+from dflash_jax.request import METHODS, SamplingParams
+from serve import messages
+from serve.auth import channel_credentials, read_tokens
+from serve.proto import dflash_pb2 as pb
+from serve.proto import dflash_pb2_grpc as pb_grpc
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags; those of sampling are `dflash_jax.generate`'s."""
+    parser = argparse.ArgumentParser(prog="python -m serve.client", description=__doc__)
+    parser.add_argument("prompt", nargs="?", help="text, as the user's turn of a conversation")
+    parser.add_argument("--address", default="127.0.0.1:50051", help="HOST:PORT of the server")
+    parser.add_argument("--token-file", type=Path, help="file whose first line of a token is shown to the server")
+    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority of the server; with it the call is TLS")
+    parser.add_argument("--tls-cert", type=Path, help="PEM file of a certificate to show (mutual TLS)")
+    parser.add_argument("--tls-key", type=Path, help="PEM file of its private key")
+    parser.add_argument("--timeout", type=float, help="seconds until the call is given up (default: never)")
+    parser.add_argument("--info", action="store_true", help="say what the server has loaded and how it is doing")
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, default=True, help="use the chat template")
+    parser.add_argument("--system", help="text of the system turn")
+    parser.add_argument("--method", default="auto", choices=METHODS)
+    parser.add_argument("--max-new-tokens", type=int, default=SamplingParams().max_new_tokens)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], help="ends the text; repeatable")
+    return parser
+
+
+def _input(args: argparse.Namespace) -> pb.Input:
+    if not args.chat:
+        if args.system is not None:
+            raise UserError("--system needs --chat")
+        return pb.Input(text=args.prompt)
+    turns = [("system", args.system)] if args.system is not None else []
+    turns += [("user", args.prompt)]
+    return pb.Input(chat=pb.Chat(messages=[pb.Message(role=role, content=text) for role, text in turns]))
+
+
+def _channel(args: argparse.Namespace) -> grpc.Channel:
+    credentials = channel_credentials(args.tls_ca, args.tls_cert, args.tls_key)
+    if credentials is None:
+        return grpc.insecure_channel(args.address)
+    return grpc.secure_channel(args.address, credentials)
+
+
+def _metadata(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if args.token_file is None:
+        return []
+    return [("authorization", f"Bearer {read_tokens(args.token_file)[0]}")]
+
+
+def _ask(stub: pb_grpc.DFlashStub, args: argparse.Namespace) -> None:
+    params = SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        method=args.method,
+    )
+    request = pb.GenerateRequest(input=_input(args), params=messages.sampling_message(params))
+    usage = pb.Usage()
+    for part in stub.Generate(request, timeout=args.timeout, metadata=_metadata(args)):
+        print(part.text, end="", flush=True)
+        usage = part.finished.usage
+    print(flush=True)
+    figures = f"{usage.completion_tokens} tokens in {usage.rounds} rounds | τ {usage.mean_accepted_length:.2f}"
+    seconds = f"prefill {usage.prefill_seconds:.2f} s, decode {usage.decode_seconds:.2f} s"
+    print(f"{figures} | {usage.method} | {seconds}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the client.
+
+    Returns:
+      Exit status: 2 where what the user gave is wrong, 1 where the server or the way to it is.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        if not args.info and args.prompt is None:
+            raise UserError("give a prompt, or --info")
+        with _channel(args) as channel:
+            stub = pb_grpc.DFlashStub(channel)
+            if args.info:
+                how: dict[str, Any] = {"timeout": args.timeout, "metadata": _metadata(args)}
+                print(stub.GetModelInfo(pb.GetModelInfoRequest(), **how), end="")
+                print(stub.GetServerInfo(pb.GetServerInfoRequest(), **how), end="")
+            else:
+                _ask(stub, args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except grpc.RpcError as error:
+        details = " ".join((error.details() or "").split())
+        if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+            print(f"error: {details}", file=sys.stderr)
+            return 2
+        print(f"error: {error.code().name} from {args.address}: {details}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

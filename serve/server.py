@@ -1,0 +1,223 @@
+"""The gRPC service: what comes over the wire goes to the engine's thread, and its chunks go back.
+
+Nothing here blocks: texts are tokenised on a thread of the pool, and the engine's thread calls back into the loop.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+import dflash_jax
+from dflash_jax.engine import Engine
+from dflash_jax.errors import UserError
+from dflash_jax.request import Chunk
+from dflash_jax.scheduler import Request
+from serve import messages
+from serve.auth import BearerToken
+from serve.interceptors import Readable
+from serve.proto import dflash_pb2 as pb
+from serve.proto import dflash_pb2_grpc as pb_grpc
+from serve.worker import Draining, Lost, QueueFull, Worker
+
+SERVICE = pb.DESCRIPTOR.services_by_name["DFlash"].full_name
+MAX_MESSAGE_BYTES = 16 << 20
+# What is compiled before a server is healthy: nothing; what the default method needs; what all methods need.
+WARM_UPS = ("none", "default", "all")
+
+Context = grpc.aio.ServicerContext
+
+
+class Service:
+    """The methods of dflash.v1.DFlash.
+
+    Not a subclass of the generated one, so that a method that is missing is an error when the server is made.
+    """
+
+    def __init__(self, worker: Worker):
+        self._worker, self._engine = worker, worker.engine
+        self._started = time.monotonic()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """See dflash.proto."""
+        loop = asyncio.get_running_loop()
+        items: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+
+        def deliver(item: Chunk | Exception) -> None:
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+        try:
+            checked = await asyncio.to_thread(self._request, request)
+            ticket = self._worker.submit(checked, deliver)
+        except UserError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
+        except QueueFull as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except (Draining, Lost) as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        try:
+            while True:
+                item = await items.get()
+                if isinstance(item, UserError):
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, item.public)
+                if isinstance(item, Exception):
+                    await context.abort(grpc.StatusCode.INTERNAL, "the engine failed while it served this request")
+                yield messages.response(item)
+                if item.completion is not None:
+                    return
+        finally:  # the caller has gone, or its deadline has passed
+            self._worker.cancel(ticket)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """See dflash.proto."""
+        try:
+            ids = await asyncio.to_thread(messages.input_ids, self._engine, request.input)
+        except UserError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
+        return pb.TokenizeResponse(token_ids=ids)
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        """See dflash.proto."""
+        engine = self._engine
+        drafter = engine.drafter
+        methods = [pb.METHOD_AR]
+        methods += [pb.METHOD_MTP] if engine.mtp is not None else []
+        methods += [pb.METHOD_DFLASH, pb.METHOD_DDTREE] if drafter is not None else []
+        return pb.GetModelInfoResponse(
+            model=engine.names[0],
+            draft_model=engine.names[1] or "",
+            dtype=str(engine.target.dtype),
+            vocab_size=engine.target.config.vocab_size,
+            max_model_len=engine.max_model_len,
+            eos_token_ids=engine.target.config.eos_token_ids,
+            methods=methods,
+            block_size=0 if drafter is None else drafter.config.block_size,
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        """See dflash.proto."""
+        return pb.GetServerInfoResponse(
+            version=dflash_jax.__version__,
+            device=self._engine.device.device_kind,
+            uptime_seconds=time.monotonic() - self._started,
+            **dataclasses.asdict(self._worker.stats),
+        )
+
+    def _request(self, message: pb.GenerateRequest) -> Request:
+        params = messages.sampling_params(message.params)
+        messages.check_served(self._engine, params)
+        return self._engine.request(messages.input_ids(self._engine, message.input), params)
+
+
+class Server:
+    """The service with health and reflection, on one port.
+
+    Attributes:
+      port: that it listens on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        host: str,
+        port: int,
+        max_queue: int,
+        *,
+        warm_up: str = "default",
+        tokens: Sequence[str] = (),
+        credentials: grpc.ServerCredentials | None = None,
+        pages: int | None = None,
+    ):
+        """Not listening yet; call it in a running event loop.
+
+        Args:
+          engine: whose models answer.
+          host: address to listen on.
+          port: 0 for any that is free.
+          max_queue: requests that may wait beside those being decoded.
+          warm_up: one of `WARM_UPS`: what is compiled before the server is healthy.
+          tokens: one of which every call must bear, health checks aside; none if empty.
+          credentials: for TLS; None for plain text.
+          pages: see `Engine.scheduler`.
+
+        Raises:
+          UserError: the port cannot be had.
+        """
+        self._warm_up_for = warm_up
+        options = [
+            ("grpc.so_reuseport", 0),  # else two servers would share a port, each with half of the calls
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ]
+        interceptors: list[grpc.aio.ServerInterceptor] = [Readable(SERVICE)]
+        if tokens:
+            interceptors.insert(0, BearerToken(tokens, exempt=[health.SERVICE_NAME]))
+        self._server = grpc.aio.server(interceptors=interceptors, options=options)
+        address = f"{host}:{port}"
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError:
+            pair = "" if credentials is None else " Or are --tls-cert and --tls-key no pair?"
+            raise UserError(f"--port {port} on --host {host} cannot be listened on; is it in use?{pair}") from None
+        loop = asyncio.get_running_loop()
+        self._lost = asyncio.Event()
+
+        def lost() -> None:
+            loop.call_soon_threadsafe(self._lost.set)
+
+        self._worker = Worker(engine, max_queue, lost, pages)
+        self._watch: asyncio.Task[None] | None = None
+        self._health = health.aio.HealthServicer()
+        pb_grpc.add_DFlashServicer_to_server(Service(self._worker), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self) -> None:
+        """Listens, and is healthy once the programs of a usual request have been compiled."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.start()
+        await self._warm_up()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._watch = asyncio.create_task(self._watch_engine())
+
+    async def stop(self, grace: float) -> None:
+        """Takes no more calls, finishes those that are there within `grace` seconds, and ends the engine's thread."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._worker.drain()
+        await self._server.stop(grace)  # cancels, after that, what is still there
+        await asyncio.to_thread(self._worker.stop)
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _watch_engine(self) -> None:
+        """Health turns NOT_SERVING when the engine is lost, so that whoever runs the server can start it again."""
+        await self._lost.wait()
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def _set_health(self, status: int) -> None:
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+    async def _warm_up(self) -> None:
+        """Decodes two tokens in each of the ways that requests are expected to ask for, one after the other."""
+        if self._warm_up_for == "none":
+            return
+        loop, engine = asyncio.get_running_loop(), self._worker.engine
+        for params in messages.warm_up_params(engine, everything=self._warm_up_for == "all"):
+            done: asyncio.Future[None] = loop.create_future()
+
+            def deliver(item: Chunk | Exception, done: asyncio.Future[None] = done) -> None:
+                if isinstance(item, Exception):
+                    loop.call_soon_threadsafe(done.set_exception, item)
+                elif item.completion is not None:
+                    loop.call_soon_threadsafe(done.set_result, None)
+
+            self._worker.submit(engine.request([0], params), deliver)
+            await done
