@@ -1,4 +1,4 @@
-"""Checkpoints in and out: Hugging Face safetensors folders and Orbax folders, by one strict key map.
+"""Checkpoints in and out: Hugging Face safetensors folders, Orbax folders and GGUF files, by one strict key map.
 
     config, target = load_target(resolve_model("org/name-or-folder"), "bfloat16")
     drafter_config, drafter, notes = load_drafter(folder, config, "bfloat16")
@@ -15,7 +15,7 @@ from convert.keymap import (
     match_drafter,
     match_target,
 )
-from convert.load import load_drafter, load_mtp, load_target, stored_dtype
+from convert.load import load_drafter, load_mtp, load_target, load_tokenizer, stored_dtype
 from convert.save import save_drafter, save_target
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "load_drafter",
     "load_mtp",
     "load_target",
+    "load_tokenizer",
     "match_drafter",
     "match_target",
     "resolve_model",

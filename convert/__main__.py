@@ -2,13 +2,14 @@
 
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from convert import orbax_io
+from convert import gguf_tokenizer, orbax_io
 from convert.hub import resolve_model
 from convert.keymap import abstract_drafter, abstract_mtp, abstract_target, match_target
 from convert.load import (
@@ -33,7 +34,7 @@ def convert(
     """Converts a target's or a drafter's folder; returns the bytes of the weights written.
 
     Args:
-      src: Hugging Face or Orbax folder.
+      src: Hugging Face or Orbax folder, or GGUF file.
       dst: Orbax folder to write, whole or not at all.
       dtype: "auto" (as stored), "bfloat16" or "float32".
       overwrite: replace an existing `dst`.
@@ -66,7 +67,12 @@ def convert(
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     values = read_tensors(source, names, abstract, host, progress, "reading")
     stored = values if is_drafter(raw) else {tensor_name(name): array for name, array in values.items()}
-    orbax_io.write(dst, stored, src, overwrite=overwrite)
+    with tempfile.TemporaryDirectory() as scratch:
+        side = src
+        if src.is_file():
+            side = Path(scratch)
+            gguf_tokenizer.write_side_files(src, side)
+        orbax_io.write(dst, stored, side, overwrite=overwrite)
     return sum(array.nbytes for array in values.values())
 
 
@@ -74,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status (2: the user can put it right)."""
     parser = argparse.ArgumentParser(prog=_PROGRAM, description=__doc__)
     parser.add_argument(
-        "src", metavar="SRC", help="a Hugging Face model folder or Hub id, target or DFlash drafter"
+        "src", metavar="SRC", help="a Hugging Face model folder, Hub id or GGUF file, target or DFlash drafter"
     )
     parser.add_argument("dst", metavar="DST", type=Path, help="the Orbax folder to write")
     parser.add_argument(

@@ -9,6 +9,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from convert import gguf_tokenizer
+from convert.gguf_config import config_json
+from convert.gguf_file import SUFFIX, open_gguf
+from convert.gguf_source import GGUFSource
 from convert.keymap import (
     MTP_PREFIX,
     Abstract,
@@ -23,6 +27,7 @@ from convert.keymap import (
     module_shapes,
 )
 from convert.orbax_io import OrbaxSource, is_orbax
+from convert.quantised import dequantised
 from convert.safetensors_source import SafetensorsSource
 from convert.source import Sharding, Source, nbytes, place, progress_bar, refuse_dtypes, shapes_of
 from dflash_jax.config import (
@@ -38,12 +43,15 @@ from dflash_jax.errors import UserError
 from dflash_jax.mtp import MTP
 from dflash_jax.sharding import check_divides, parameter_spec, row_order
 from dflash_jax.target import Target
+from dflash_jax.tokenizer import Tokenizer
 
 _DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder."""
+    """The parsed config.json of a model folder, or what stands for it in a GGUF file."""
+    if folder.suffix == SUFFIX and folder.is_file():
+        return config_json(open_gguf(folder))
     if not folder.exists():
         raise UserError(f"{folder}: no such folder")
     if not folder.is_dir():
@@ -56,14 +64,25 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_target_config(folder: Path) -> TargetConfig:
     """The target's config, with generation_config.json where there is one."""
     raw = read_config(folder)
+    if folder.is_file():
+        return parse_target_config(raw, None, str(folder))
     generation = folder / "generation_config.json"
     extra = read_json(generation) if generation.is_file() else None
     return parse_target_config(raw, extra, str(folder / "config.json"))
 
 
 def open_source(folder: Path) -> Source:
-    """The weights of a model folder, Orbax or safetensors; reads names and shapes only."""
-    return OrbaxSource(folder) if is_orbax(folder) else SafetensorsSource(folder)
+    """The weights of a model folder (Orbax or safetensors) or GGUF file, quantised ones dequantised.
+
+    Reads names and shapes only.
+    """
+    if folder.is_file():
+        return GGUFSource(folder)
+    if is_orbax(folder):
+        return OrbaxSource(folder)
+    source = SafetensorsSource(folder)
+    config = folder / "config.json"
+    return dequantised(source, read_json(config)) if config.is_file() else source
 
 
 def is_drafter(raw: dict[str, Any]) -> bool:
@@ -148,7 +167,7 @@ def load_target(
     *,
     progress: bool | None = None,
 ) -> tuple[TargetConfig, Target]:
-    """Loads a target from a Hugging Face or Orbax folder.
+    """Loads a target from a Hugging Face or Orbax folder, or from a GGUF file.
 
     On a mesh, the module is one device's part (see `dflash_jax.sharding`) and its parameters are those of the whole
     model, spread over the devices, each read by none but its own.
@@ -192,7 +211,14 @@ def _own_rows(name: str, array: jax.Array, config: TargetConfig, mesh: Mesh) -> 
     order = row_order(name, config, mesh.size)
     if order is None:
         return array
-    return jax.jit(lambda rows: rows[order], out_shardings=array.sharding)(array)
+    axis = array.ndim - 2 if array.ndim == 3 and "experts" in name else 0
+    return jax.jit(lambda rows: jnp.take(rows, order, axis=axis), out_shardings=array.sharding)(array)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a model folder or of a GGUF file."""
+    folder = Path(folder)
+    return gguf_tokenizer.load_tokenizer(folder) if folder.is_file() else Tokenizer.from_folder(folder)
 
 
 def load_drafter(

@@ -2,34 +2,30 @@
 
 The format (huggingface/safetensors, README, "Format"): eight bytes, little endian, with the length of a JSON header;
 the header, name -> dtype, shape, data_offsets; then the tensors' bytes, which the offsets cover without holes. Files
-are mapped and only the slices that this process' devices take are copied out, each once. A few tensors are read ahead
-of the one being placed, so the host holds at most `READERS` tensors, in the dtype asked for, beside what it has mapped.
+are mapped (see `convert.reader`).
 """
 
-import collections
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from convert.keymap import some
-from convert.source import Requests, TensorInfo
+from convert.reader import FileSource
+from convert.source import TensorInfo
 from dflash_jax.config import read_json
 from dflash_jax.errors import UserError
 
-# Tensors in host memory at once: read, or waiting for their devices. Four threads keep a solid-state disk busy.
-READERS = 4
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_NUMPY = {"BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+# What weights, and the parts of quantised ones, are stored in.
+_NUMPY = {
+    "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn), "I32": np.dtype("<i4"), "I64": np.dtype("<i8"),
+}  # fmt: skip
 # Sizes of every dtype of the format: a file is checked in full even where it holds tensors that are not loaded.
 _BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "I8": 8, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -140,7 +136,7 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     return [folder / file for file in files], weight_map
 
 
-class SafetensorsSource:
+class SafetensorsSource(FileSource):
     """A Hugging Face folder: one `model.safetensors`, or shards with an index. Opening it reads headers only."""
 
     def __init__(self, folder: Path):
@@ -166,66 +162,10 @@ class SafetensorsSource:
             )
 
     def _view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A tensor as it lies in its file; pages are read when they are touched."""
         path, offset, dtype = self._where[name]
         if not math.prod(shape):
             return np.zeros(shape, _NUMPY[dtype])
         return np.memmap(path, dtype=_NUMPY[dtype], mode="r", offset=offset, shape=shape)
 
-    def read(self, requests: Requests, advance: Callable[[int], object]) -> Iterator[tuple[str, jax.Array]]:
-        """See `Source.read`. In file order, so that a spinning disk or a network file system reads forward.
-
-        At most `READERS` tensors (of this process' devices) are in host memory at once.
-        """
-        coming = iter(sorted(requests, key=lambda name: self._where[name][:2]))
-        window: collections.deque[tuple[str, Future[dict[_Span, np.ndarray]]]] = collections.deque()
-        pool = ThreadPoolExecutor(READERS, "read-weights")
-        try:
-            while True:
-                for name in itertools.islice(coming, READERS - len(window)):
-                    window.append((name, pool.submit(self._parts, name, requests[name])))
-                if not window:
-                    return
-                # Popped only when placed, and placed here: threads do not see the caller's default device.
-                name, future = window[0]
-                leaf = requests[name]
-                array = _place(future.result(), leaf)
-                window.popleft()
-                del future
-                yield name, array
-                del array
-                advance(leaf.size * leaf.dtype.itemsize)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    def _parts(self, name: str, leaf: jax.ShapeDtypeStruct) -> dict["_Span", np.ndarray]:
-        """Copies of the parts of a tensor that this process' devices take, each once."""
-        view = self._view(name, leaf.shape)
-        indices: Iterable[tuple[slice, ...] | None] = [None]
-        if leaf.sharding is not None:
-            indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        # np.array copies: an array on a CPU device may otherwise keep using the mapped file, which can change.
-        return {
-            span: np.array(view[tuple(slice(*ends) for ends in span)], dtype=leaf.dtype, order="C")
-            for span in {_span(index, leaf.shape) for index in indices}
-        }
-
-
-# Where a part lies in its tensor: start and end along each axis.
-_Span = tuple[tuple[int, int], ...]
-
-
-def _span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Span:
-    index = index or (slice(None),) * len(shape)
-    return tuple(axis.indices(length)[:2] for axis, length in zip(index, shape, strict=True))
-
-
-def _place(parts: dict[_Span, np.ndarray], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array, on its devices. Transfers are asynchronous; without waiting, the host would hold all on their way."""
-    if leaf.sharding is None:
-        (part,) = parts.values()
-        return jax.device_put(part).block_until_ready()
-    array = jax.make_array_from_callback(
-        leaf.shape, leaf.sharding, lambda index: parts[_span(index, leaf.shape)]
-    )
-    return array.block_until_ready()
+    def _place_of(self, name: str) -> tuple[Path, int]:
+        return self._where[name][:2]

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from convert.keymap import HEAD, MTP_PREFIX, match_drafter, match_target, module_names
+from convert.quantised import QUANTISATION
 from convert.safetensors_source import INDEX, SINGLE
 from dflash_jax.config import parse_drafter_config, parse_target_config
 from dflash_jax.drafter import Drafter
@@ -120,7 +121,8 @@ def _write(
             # One shard at a time on the host.
             tensors = {name: np.asarray(jax.device_get(arrays[name])).astype(dtypes[name]) for name in names}
             save_file(tensors, temporary, metadata={"format": "pt"})
-        texts = {"config.json": config}
+        # What is written is not quantised, whatever it was made from.
+        texts = {"config.json": {key: value for key, value in config.items() if key not in QUANTISATION}}
         if len(groups) > 1:
             weight_map = {name: file for file, names in zip(files, groups, strict=True) for name in names}
             texts[INDEX] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

@@ -62,7 +62,7 @@ def refuse_dtypes(source: Source, names: Iterable[str]) -> None:
     if bad:
         raise UserError(
             f"{source.folder}: unsupported dtype of {len(bad)} tensors: {some(bad)} "
-            f"(supported: {', '.join(SUPPORTED_DTYPES)}; quantised checkpoints are not)"
+            f"(supported: {', '.join(SUPPORTED_DTYPES)}; quantised weights need 'quantization_config' in config.json)"
         )
 
 

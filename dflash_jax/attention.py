@@ -1,4 +1,4 @@
-"""Grouped-query attention with q/k norms, optionally gated: the target's and, ungated, the drafter's."""
+"""Grouped-query attention, with or without q/k norms and biases, optionally gated: the target's and the drafter's."""
 
 from typing import ClassVar
 
@@ -36,31 +36,38 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
         out_std: float = 0.02,
         shards: int = 1,
+        qk_norm: bool = True,
+        bias: bool = False,
     ):
         heads, kv_heads = heads // shards, kv_heads // shards
         self.heads, self.kv_heads, self.head_dim, self.gated = heads, kv_heads, head_dim, gated
-        self.q_proj = Linear(hidden, heads * head_dim * (2 if gated else 1), dtype=dtype, rngs=rngs)
-        self.k_proj = Linear(hidden, kv_heads * head_dim, dtype=dtype, rngs=rngs)
-        self.v_proj = Linear(hidden, kv_heads * head_dim, dtype=dtype, rngs=rngs)
-        self.o_proj = Linear(heads * head_dim, hidden, dtype=dtype, rngs=rngs, std=out_std, shards=shards)
-        self.q_norm = RMSNorm(head_dim, eps=eps, zero_centered=zero_centered, dtype=dtype)
-        self.k_norm = RMSNorm(head_dim, eps=eps, zero_centered=zero_centered, dtype=dtype)
+        self.q_proj = Linear(hidden, heads * head_dim * (2 if gated else 1), dtype=dtype, rngs=rngs, bias=bias)
+        self.k_proj = Linear(hidden, kv_heads * head_dim, dtype=dtype, rngs=rngs, bias=bias)
+        self.v_proj = Linear(hidden, kv_heads * head_dim, dtype=dtype, rngs=rngs, bias=bias)
+        self.o_proj = Linear(
+            heads * head_dim, hidden, dtype=dtype, rngs=rngs, std=out_std, shards=shards, bias=bias
+        )
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.q_norm = RMSNorm(head_dim, eps=eps, zero_centered=zero_centered, dtype=dtype)
+            self.k_norm = RMSNorm(head_dim, eps=eps, zero_centered=zero_centered, dtype=dtype)
 
     def project_q(
         self, x: Float[Array, "B N D"], cos: Float[Array, "B N h"], sin: Float[Array, "B N h"]
     ) -> tuple[Float[Array, "B N H d"], Float[Array, "B N H d"] | None]:
-        """Normed and rotated queries, and the output gate's logits where there is one."""
+        """Queries, normed where the model norms them and rotated; the output gate's logits where there is one."""
         q = self.q_proj(x).reshape(*x.shape[:2], self.heads, -1)
         q, gate = (q[..., : self.head_dim], q[..., self.head_dim :]) if self.gated else (q, None)
-        return apply_rope(self.q_norm(q), cos, sin), gate
+        return apply_rope(self.q_norm(q) if self.qk_norm else q, cos, sin), gate
 
     def project_kv(
         self, x: Float[Array, "B N D"], cos: Float[Array, "B N h"], sin: Float[Array, "B N h"]
     ) -> Float[Array, "B N 2 K d"]:
-        """Normed and rotated keys (index 0) beside plain values (index 1), as the pages hold them."""
+        """Keys as queries are made (index 0) beside plain values (index 1), as the pages hold them."""
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
         k, v = project(self, "kv_proj", x)
-        return jnp.stack([apply_rope(self.k_norm(k.reshape(shape)), cos, sin), v.reshape(shape)], axis=2)
+        k = k.reshape(shape)
+        return jnp.stack([apply_rope(self.k_norm(k) if self.qk_norm else k, cos, sin), v.reshape(shape)], axis=2)
 
     def output(
         self, attended: Float[Array, "B N H d"], gate: Float[Array, "B N H d"] | None

@@ -16,23 +16,40 @@ from dflash_jax.errors import UserError
 
 LINEAR, FULL = "linear_attention", "full_attention"
 SLIDING = "sliding_attention"
-HYBRID_TYPES = ("qwen3_5", "qwen3_5_text")
-DENSE_TYPES = ("qwen3",)
+MOE_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_text", *MOE_TYPES)
+DENSE_TYPES = ("qwen3", "llama")
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base, number of rotated leading dims of a head, and optional YaRN scaling."""
+    """Rotary embedding: base, number of rotated leading dims of a head, and how frequencies are scaled (None: not)."""
 
     theta: float
     rotary_dim: int
-    # YaRN (arXiv 2309.00071); None means plain rotary.
-    yarn: "YarnConfig | None" = None
+    scaling: "LinearScaling | YarnConfig | Llama3Scaling | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling, named as Hugging Face names it (`rope_type` "llama3")."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclasses.dataclass(frozen=True)
 class YarnConfig:
-    """YaRN parameters as Hugging Face names them."""
+    """YaRN (arXiv 2309.00071), named as Hugging Face names it."""
 
     factor: float
     original_max_position_embeddings: int
@@ -44,7 +61,9 @@ class YarnConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """A decoder stack: Qwen3.5/3.6 hybrid or dense Qwen3 (the same stack with plain norms and no gates)."""
+    """A decoder stack: Qwen3.5/3.6 hybrid, or the same with plain norms and no gates: dense Qwen3, and Llama, which
+    has no norms of queries and keys and may have biases.
+    """
 
     model_type: str
     vocab_size: int
@@ -70,6 +89,14 @@ class TargetConfig:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     mtp_num_layers: int = 0
+    qk_norm: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    # Experts in the place of every MLP; 0 for none. `intermediate_size` is then the shared expert's.
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -195,8 +222,23 @@ def _rope(fields: _Fields, head_dim: int, default_partial: float) -> RopeConfig:
     if kind in ("default", "mrope"):
         # Interleaved M-RoPE equals plain rotary on text, where the three position streams coincide.
         return RopeConfig(theta, rotary_dim)
+    if kind in ("linear", "yarn", "llama3") and nested.number("factor", 0.0) < 1.0:
+        raise fields.fail(f"{kind} 'factor' must be at least 1, found {scaling.get('factor')!r}")
+    if kind == "linear":
+        return RopeConfig(theta, rotary_dim, LinearScaling(nested.number("factor", 0.0)))
+    if kind == "llama3":
+        llama3 = Llama3Scaling(
+            factor=nested.number("factor", 0.0),
+            low_freq_factor=nested.number("low_freq_factor", 0.0),
+            high_freq_factor=nested.number("high_freq_factor", 0.0),
+            original_max_position_embeddings=nested.integer("original_max_position_embeddings"),
+        )
+        if not 0 < llama3.low_freq_factor < llama3.high_freq_factor:
+            raise fields.fail("llama3 scaling needs 0 < 'low_freq_factor' < 'high_freq_factor'")
+        return RopeConfig(theta, rotary_dim, llama3)
     if kind != "yarn":
-        raise fields.fail(f"rope scaling type {kind!r} is not supported (supported: 'default', 'yarn')")
+        known = "'default', 'linear', 'yarn', 'llama3'"
+        raise fields.fail(f"rope scaling type {kind!r} is not supported (supported: {known})")
     if any(scaling.get(key) for key in ("mscale", "mscale_all_dim")):
         raise fields.fail("yarn with 'mscale' is not supported")
     yarn = YarnConfig(
@@ -209,8 +251,6 @@ def _rope(fields: _Fields, head_dim: int, default_partial: float) -> RopeConfig:
         attention_factor=scaling.get("attention_factor"),
         truncate=bool(scaling.get("truncate", True)),
     )
-    if yarn.factor < 1.0:
-        raise fields.fail(f"yarn 'factor' must be at least 1, found {yarn.factor}")
     return RopeConfig(theta, rotary_dim, yarn)
 
 
@@ -252,7 +292,8 @@ def parse_target_config(
     fields = _Fields(values, source)
     hybrid = model_type in HYBRID_TYPES
     fields.refuse_unless("hidden_act", ("silu",))
-    fields.refuse_unless("attention_bias", (False, None))
+    fields.refuse_unless("attention_bias", (False, None) if hybrid else (False, None, True))
+    fields.refuse_unless("mlp_bias", (False, None, True) if model_type == "llama" else (False, None))
     fields.refuse_unless("mtp_num_hidden_layers", (0, 1, None))
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers")
@@ -275,6 +316,14 @@ def parse_target_config(
         if values.get("use_sliding_window"):
             raise fields.fail("'use_sliding_window' = true is not supported for a target")
         layer_types = _layer_types(fields, num_layers, (FULL,), [FULL] * num_layers)
+    experts: dict[str, int] = {}
+    if model_type in MOE_TYPES:
+        fields.refuse_unless("mlp_only_layers", (None, []))
+        fields.refuse_unless("decoder_sparse_step", (None, 1))
+        for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
+            experts[key] = fields.integer(key)
+        if experts["num_experts_per_tok"] > experts["num_experts"]:
+            raise fields.fail("num_experts_per_tok is more than num_experts")
     tied = (
         values["tie_word_embeddings"]
         if "tie_word_embeddings" in values
@@ -284,7 +333,7 @@ def parse_target_config(
         model_type=model_type,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("shared_expert_intermediate_size" if experts else "intermediate_size"),
         num_layers=num_layers,
         layer_types=layer_types,
         num_heads=heads,
@@ -302,7 +351,11 @@ def parse_target_config(
         bos_token_id=next(iter(_token_ids(generation.get("bos_token_id"), values.get("bos_token_id"))), None),
         pad_token_id=next(iter(_token_ids(generation.get("pad_token_id"), values.get("pad_token_id"))), None),
         mtp_num_layers=int(values.get("mtp_num_hidden_layers") or 0),
+        qk_norm=model_type != "llama",
+        attention_bias=bool(values.get("attention_bias")),
+        mlp_bias=bool(values.get("mlp_bias")),
         **linear,
+        **experts,
     )
 
 

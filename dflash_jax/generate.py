@@ -83,7 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     models = parser.add_argument_group("models")
     models.add_argument(
-        "--model", help="Hugging Face folder, Hub id or Orbax folder of the target (default: the bundled pair)"
+        "--model",
+        help="Hugging Face folder, Hub id, Orbax folder or GGUF file of the target (default: the bundled pair)",
     )
     models.add_argument("--draft-model", help="the same for its DFlash drafter")
     models.add_argument("--revision", help="branch, tag or commit of Hub ids")

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import RopeConfig
+from dflash_jax.config import LinearScaling, Llama3Scaling, RopeConfig, YarnConfig
 from dflash_jax.sharding import ROWS, Vocabulary, psum, shard_program
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.add_norm.reference import rms_norm
@@ -39,8 +39,14 @@ def _product(
     )
 
 
+def _plus_bias(module: nnx.Module, y: Float[Array, "... o"]) -> Float[Array, "... o"]:
+    """y plus the module's `bias`, where it has one."""
+    bias: nnx.Param | None = getattr(module, "bias", None)
+    return y if bias is None else y + bias[...]
+
+
 class Linear(nnx.Module):
-    """y = x Wᵀ, no bias. `weight` is [out, in].
+    """y = x Wᵀ, plus a `bias` if asked for. `weight` is [out, in].
 
     With `shards`, every device holds the columns of its own inputs, and the products are summed over devices.
     """
@@ -54,27 +60,32 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         std: float = 0.02,
         shards: int = 1,
+        bias: bool = False,
     ):
         values = std * jax.random.normal(rngs.params(), (out_features, in_features), jnp.float32)
         self.weight = nnx.Param(values.astype(dtype))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((out_features,), dtype))
         self.shards = shards
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Applies the map to the last axis, in x's dtype."""
         # Rounded before the sum: in bf16 half the bytes travel.
-        return psum(_product(x, self.weight[...], x.dtype), self.shards)
+        return _plus_bias(self, psum(_product(x, self.weight[...], x.dtype), self.shards))
 
 
 class Joined(nnx.Module):
     """Several `Linear` maps of one input as one product; made from them by `join`."""
 
-    def __init__(self, weight: Float[Array, "o i"], widths: tuple[int, ...]):
+    def __init__(self, weight: Float[Array, "o i"], bias: Float[Array, " o"] | None, widths: tuple[int, ...]):
         self.weight = nnx.Param(weight)
+        if bias is not None:
+            self.bias = nnx.Param(bias)
         self.widths = widths
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """The maps' outputs side by side, in x's dtype."""
-        return _product(x, self.weight[...], x.dtype)
+        return _plus_bias(self, _product(x, self.weight[...], x.dtype))
 
     def split(self, out: Float[Array, "... o"]) -> list[Float[Array, "... _"]]:
         """The output of each map."""
@@ -117,11 +128,14 @@ class SwiGLU(nnx.Module):
         rngs: nnx.Rngs,
         down_std: float = 0.02,
         shards: int = 1,
+        bias: bool = False,
     ):
         width = intermediate // shards
-        self.gate_proj = Linear(hidden, width, dtype=dtype, rngs=rngs)
-        self.up_proj = Linear(hidden, width, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(width, hidden, dtype=dtype, rngs=rngs, std=down_std, shards=shards)
+        self.gate_proj = Linear(hidden, width, dtype=dtype, rngs=rngs, bias=bias)
+        self.up_proj = Linear(hidden, width, dtype=dtype, rngs=rngs, bias=bias)
+        self.down_proj = Linear(
+            width, hidden, dtype=dtype, rngs=rngs, std=down_std, shards=shards, bias=bias
+        )
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """Mixes the last axis."""
@@ -142,8 +156,9 @@ def join(module: nnx.Module, mesh: Mesh | None = None) -> None:
             if not hasattr(part, parts[0]):
                 continue  # joined before
             weights = [getattr(part, one).weight[...] for one in parts]
+            biases = [getattr(part, one).bias[...] for one in parts if hasattr(getattr(part, one), "bias")]
             widths = tuple(w.shape[0] // (1 if mesh is None else mesh.size) for w in weights)
-            setattr(part, name, Joined(joined(weights), widths))
+            setattr(part, name, Joined(joined(weights), joined(biases) if biases else None, widths))
             for one in parts:
                 delattr(part, one)
 
@@ -189,17 +204,38 @@ def head_logits(weight: Float[Array, "V D"], hidden: Float[Array, "... D"]) -> F
 
 
 def rope_frequencies(config: RopeConfig) -> tuple[Float[Array, " half"], float]:
-    """Inverse frequencies (radians a position) and the factor on cos and sin (1 unless YaRN sets it).
-
-    YaRN: arXiv 2309.00071, section 3.3: low frequencies are interpolated by `factor`, high ones kept, with a linear
-    ramp between the dims that turn `beta_slow` and `beta_fast` times within the original context.
-    """
+    """Inverse frequencies (radians a position) and the factor on cos and sin (1 unless YaRN sets it)."""
     half = config.rotary_dim // 2
     exponent = jnp.arange(half, dtype=jnp.float32) * 2.0 / config.rotary_dim
     inverse = 1.0 / (config.theta**exponent)
-    yarn = config.yarn
-    if yarn is None:
-        return inverse, 1.0
+    match config.scaling:
+        case None:
+            return inverse, 1.0
+        case LinearScaling(factor):
+            return inverse / factor, 1.0
+        case Llama3Scaling() as llama3:
+            return _llama3_frequencies(inverse, llama3), 1.0
+        case YarnConfig() as yarn:
+            return _yarn_frequencies(inverse, config, yarn)
+
+
+def _llama3_frequencies(inverse: Float[Array, " half"], llama3: Llama3Scaling) -> Float[Array, " half"]:
+    """Frequencies that turn fewer than `low_freq_factor` times within the original context are interpolated by
+    `factor`, those that turn more than `high_freq_factor` times kept; between them the share kept is linear in the
+    turns (transformers, `_compute_llama3_parameters`).
+    """
+    turns = llama3.original_max_position_embeddings * inverse / (2 * math.pi)
+    low, high = llama3.low_freq_factor, llama3.high_freq_factor
+    keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1.0 - keep) * inverse / llama3.factor + keep * inverse
+
+
+def _yarn_frequencies(
+    inverse: Float[Array, " half"], config: RopeConfig, yarn: YarnConfig
+) -> tuple[Float[Array, " half"], float]:
+    """arXiv 2309.00071, section 3.3: low frequencies are interpolated by `factor`, high ones kept, with a linear ramp
+    between the dims that turn `beta_slow` and `beta_fast` times within the original context.
+    """
 
     def dim_of_turns(turns: float) -> float:
         length = yarn.original_max_position_embeddings
@@ -209,7 +245,7 @@ def rope_frequencies(config: RopeConfig) -> tuple[Float[Array, " half"], float]:
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.rotary_dim - 1)
-    ramp = (jnp.arange(half, dtype=jnp.float32) - low) / max(high - low, 0.001)
+    ramp = (jnp.arange(inverse.shape[0], dtype=jnp.float32) - low) / max(high - low, 0.001)
     keep = 1.0 - jnp.clip(ramp, 0.0, 1.0)
     scale = yarn.attention_factor
     if scale is None:

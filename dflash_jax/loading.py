@@ -13,7 +13,6 @@ from dflash_jax.errors import UserError
 from dflash_jax.layers import join
 from dflash_jax.memory_plan import MemoryPlanner
 from dflash_jax.sharding import check_divides, make_mesh
-from dflash_jax.tokenizer import Tokenizer
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation, UnsupportedError, check_available
 
 ASSETS = Path(__file__).parent / "assets"
@@ -59,8 +58,8 @@ def load(
     not fit in memory, a shorter one is taken; where all slots do not fit at some length, fewer decode at once.
 
     Args:
-      model: a Hugging Face folder, an Orbax folder made by `python -m convert`, or a Hub id; None for the bundled
-        target.
+      model: a Hugging Face folder, an Orbax folder made by `python -m convert`, a GGUF file, or a Hub id; None for the
+        bundled target.
       draft_model: the same for the drafter; None for no drafter (for the bundled target: its own).
       tp: devices that share each layer; in a run of several processes (`jax.distributed`), all of them.
       dtype: "auto", "bfloat16" or "float32".
@@ -73,7 +72,7 @@ def load(
     Raises:
       UserError: one line that names the file, key or flag and says what would be right.
     """
-    from convert import load_drafter, load_mtp, load_target, resolve_model
+    from convert import load_drafter, load_mtp, load_target, load_tokenizer, resolve_model
     from convert.load import has_head, open_drafter, read_target_config
 
     if kernels not in IMPLEMENTATIONS:
@@ -120,7 +119,7 @@ def load(
     return Engine(
         target,
         drafter,
-        Tokenizer.from_folder(folder),
+        load_tokenizer(folder),
         max_model_len=max_model_len,
         max_slots=max_slots,
         implementation=kernels,

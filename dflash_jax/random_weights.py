@@ -81,7 +81,7 @@ def _maker(
             return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1.0, 16.0)).astype(dtype)
         if name == "dt_bias":
             return jax.random.uniform(key, shape, jnp.float32, -7.0, -2.0).astype(dtype)
-        if len(shape) == 1:  # norms: near the identity, zero-centred or not
+        if len(shape) == 1 and name != "bias":  # norms: near the identity, zero-centred or not
             return jax.random.uniform(key, shape, dtype, 0.5, 1.0)
         return 0.02 * jax.random.normal(key, shape, dtype)
 

@@ -25,7 +25,8 @@ AXIS = "tensor"
 REPLICATED = PartitionSpec()
 ROWS, COLUMNS = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 
-# Parameters by the last part of their module's name (weights are [out, in]); what is not here is replicated.
+# Parameters by the last part of their module's name (weights are [out, in], biases [out]); what is not here is
+# replicated, and so is a bias that is added after the sum over columns.
 _PARAMETERS: dict[str, PartitionSpec] = {
     **dict.fromkeys(("embed_tokens", "lm_head"), ROWS),  # vocabulary
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "kv_proj"), ROWS),  # heads
@@ -35,6 +36,12 @@ _PARAMETERS: dict[str, PartitionSpec] = {
     **dict.fromkeys(
         ("o_proj", "out_proj", "down_proj", "fc"), COLUMNS
     ),  # what the rows above made; summed after
+}
+
+# Experts' weights, [expert, out, in], have no module of their own: each device holds a part of every expert's width.
+_EXPERTS: dict[str, PartitionSpec] = {
+    "gate_up_proj": PartitionSpec(None, AXIS),
+    "down_proj": PartitionSpec(None, None, AXIS),
 }
 
 # Fields of the decode state that have heads: the dimension that is split.
@@ -69,6 +76,8 @@ def check_divides(target: TargetConfig, drafter: DrafterConfig | None, tp: int) 
         "intermediate_size": target.intermediate_size,
         "vocab_size": target.vocab_size,
     }
+    if target.num_experts:
+        counts["moe_intermediate_size"] = target.moe_intermediate_size
     if target.linear_layers:
         counts["linear_num_key_heads"] = target.linear_num_key_heads
         counts["linear_num_value_heads"] = target.linear_num_value_heads
@@ -84,16 +93,19 @@ def check_divides(target: TargetConfig, drafter: DrafterConfig | None, tp: int) 
 def parameter_spec(name: str) -> PartitionSpec:
     """How the parameter of this (dotted) name lies on the mesh."""
     parts = name.split(".")
-    if parts[-1] == "weight":
-        parts.pop()
-    return _PARAMETERS.get(parts[-1], REPLICATED)
+    if parts[-2:-1] == ["experts"]:
+        return _EXPERTS[parts[-1]]
+    last = parts.pop() if parts[-1] in ("weight", "bias") else ""
+    spec = _PARAMETERS.get(parts[-1], REPLICATED)
+    return REPLICATED if last == "bias" and spec == COLUMNS else spec
 
 
 def state_specs(state: Any) -> Any:
     """The pytree of partition specs of a decode state (or a cache): split where there are heads."""
 
     def spec(path: Any, leaf: Any) -> PartitionSpec:
-        del leaf
+        if 0 in leaf.shape:  # what a model has no layers for; a compiled program calls an empty array replicated
+            return REPLICATED
         name = next((str(k.name) for k in reversed(path) if hasattr(k, "name")), "")
         return PartitionSpec(*[None] * _STATE[name], AXIS) if name in _STATE else REPLICATED
 
@@ -101,10 +113,14 @@ def state_specs(state: Any) -> Any:
 
 
 def row_order(name: str, config: TargetConfig, shards: int) -> np.ndarray | None:
-    """Rows of a stored tensor in the order in which devices take them; None for the stored order.
+    """Rows of a stored tensor (or of each expert in it) in the order of the devices that take them; None: as stored.
 
-    `in_proj_qkv` and `conv1d` hold all queries, all keys, all values; a device needs its heads of each.
+    `in_proj_qkv` and `conv1d` hold all queries, all keys, all values; a device needs its heads of each. An expert's
+    `gate_up_proj` holds its gate, then its other half; a device needs its part of both.
     """
+    if shards > 1 and name.endswith("experts.gate_up_proj"):
+        parts = np.split(np.arange(2 * config.moe_intermediate_size), 2)
+        return np.concatenate([np.split(part, shards)[i] for i in range(shards) for part in parts])
     if shards == 1 or not name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
         return None
     keys = config.linear_num_key_heads * config.linear_key_head_dim

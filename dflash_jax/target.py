@@ -10,6 +10,7 @@ from dflash_jax.cache import Context, RowUpdates
 from dflash_jax.config import LINEAR, TargetConfig
 from dflash_jax.deltanet import DeltaNetUpdate, GatedDeltaNet
 from dflash_jax.layers import Embedding, Linear, RMSNorm, SwiGLU, head_logits, rope_tables
+from dflash_jax.moe import SparseMoE
 from dflash_jax.sharding import Vocabulary
 from pallas_kernels.dispatch import Implementation
 
@@ -43,7 +44,7 @@ class TargetOutput:
 
 
 class DecoderLayer(nnx.Module):
-    """norm → mixer → residual → norm → SwiGLU → residual."""
+    """norm → mixer → residual → norm → SwiGLU (or experts) → residual."""
 
     def __init__(
         self,
@@ -75,20 +76,26 @@ class DecoderLayer(nnx.Module):
                 rngs=rngs,
                 out_std=out_std,
                 shards=shards,
+                qk_norm=config.qk_norm,
+                bias=config.attention_bias,
             )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
-        self.mlp = SwiGLU(
-            config.hidden_size,
-            config.intermediate_size,
-            dtype=dtype,
-            rngs=rngs,
-            down_std=out_std,
-            shards=shards,
-        )
+        if config.num_experts:
+            self.mlp = SparseMoE(config, dtype=dtype, rngs=rngs, down_std=out_std, shards=shards)
+        else:
+            self.mlp = SwiGLU(
+                config.hidden_size,
+                config.intermediate_size,
+                dtype=dtype,
+                rngs=rngs,
+                down_std=out_std,
+                shards=shards,
+                bias=config.mlp_bias,
+            )
 
 
 class Target(nnx.Module):
-    """A Qwen3.5/3.6 hybrid or dense Qwen3 decoder; parameter names are Hugging Face's without their prefix.
+    """A Qwen3.5/3.6 hybrid, dense Qwen3 or Llama decoder; parameter names are Hugging Face's without their prefix.
 
     With `shards`, the module is one device's part and runs inside `sharding.shard_program`; `config` stays that of the
     whole model.

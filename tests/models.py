@@ -95,16 +95,39 @@ def random_mtp(target: Target, seed: int = 2) -> MTP:
     return mtp
 
 
+def llama_json(target: dict) -> dict:
+    """A small Llama with all biases, of the vocabulary and special tokens of another config.json."""
+    kept = ("vocab_size", "eos_token_id", "pad_token_id", "dtype")
+    return {key: target[key] for key in kept if key in target} | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True, "rope_theta": 1e4, "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    }  # fmt: skip
+
+
 HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 
 
-def save_random_pair(folder: Path, seed: int = 0, heads: int = 1) -> tuple[Path, Path]:
+def save_random_pair(
+    folder: Path, seed: int = 0, heads: int = 1, architecture: str = "hybrid"
+) -> tuple[Path, Path]:
     """Folders of a small random pair in fp32: the bundled pair's configs, cut down, and its tokenizer.
 
-    `heads` multiplies all numbers of heads, for meshes that share them.
+    `heads` multiplies all numbers of heads, for meshes that share them. `architecture`: hybrid, dense, llama or moe.
     """
     raw = json.loads((BUNDLED_TARGET / "config.json").read_text())
     raw |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "hidden_size": 64, "dtype": "float32"}
+    if architecture in ("dense", "llama"):
+        raw = llama_json(raw)
+    if architecture == "moe":
+        raw |= {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 8}
+        raw |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32}
+    if architecture == "dense":
+        raw |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "mlp_bias": False}
     draft = json.loads((BUNDLED_DRAFTER / "config.json").read_text())
     draft |= {
         "hidden_size": 64,

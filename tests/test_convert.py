@@ -581,8 +581,8 @@ def test_folders_that_are_no_models(tmp_path, folder):
 
 
 def test_unknown_model_type(folder):
-    reconfigure(folder, model_type="llama")
-    fails(folder, "config.json", "'llama' is not supported")
+    reconfigure(folder, model_type="gpt2")
+    fails(folder, "config.json", "'gpt2' is not supported")
 
 
 def test_drafter_given_as_target(draft_folder):

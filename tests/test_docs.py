@@ -186,7 +186,7 @@ def method_without_drafter(method: Method) -> str:
         lambda: check_divides(configs("qwen3.6-27b")[0], None, 3),
         lambda: method_without_drafter("mtp"),
         lambda: method_without_drafter("ddtree"),
-        lambda: parse_target_config({"model_type": "llama"}),
+        lambda: parse_target_config({"model_type": "gpt2"}),
         lambda: parse_drafter_config({"architectures": ["DFlash2DraftModel"]}),
     ],
 )

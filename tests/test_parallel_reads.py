@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from convert.safetensors_source import READERS, SafetensorsSource
+from convert.reader import READERS
+from convert.safetensors_source import SafetensorsSource
 from dflash_jax.sharding import COLUMNS, REPLICATED, ROWS, make_mesh
 
 COUNT = 12

@@ -235,7 +235,7 @@ def test_masked_anchor_is_seen(case: str):
 
 @pytest.mark.parametrize("case", ["yarn", "yarn_v5"])
 def test_ignored_yarn_is_seen(case: str):
-    rope = dataclasses.replace(loaded(case).config.rope, yarn=None)
+    rope = dataclasses.replace(loaded(case).config.rope, scaling=None)
     found = errors(case, load(case, rope=rope))
     assert min(found["short"] + found["long"]) > BROKEN
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax import cache as caches
 from dflash_jax.config import parse_target_config
+from dflash_jax.layers import join
 from dflash_jax.target import Rows, Target
 from dflash_jax.tree import ancestor_index
 from tests.goldens import cases
@@ -22,16 +23,16 @@ BOUND = 1e-5
 BROKEN = 1e-3
 PAGE = 16
 ALL = tuple(cases.TARGETS)
+PLAIN = tuple(cases.PLAINS)
 MAIN = ("hybrid", "dense")
-EVERY_LAYER = tuple(range(8))
 
 
 def load(case: str, values: dict[str, np.ndarray] | None = None, **config: Any) -> Target:
     """The JAX target of a case, with the case's weights or those given, and with config fields changed."""
     if values is None:
         values = cases.target_weights(case)
-        goldens("targets").check_weights(case, values)
-    parsed = dataclasses.replace(parse_target_config(cases.TARGETS[case]), **config)
+        goldens("plains" if case in PLAIN else "targets").check_weights(case, values)
+    parsed = dataclasses.replace(parse_target_config(cases.config_of(case)), **config)
     return build(lambda: Target(parsed, rngs=nnx.Rngs(0)), values)
 
 
@@ -74,7 +75,7 @@ def feed(
     context = caches.Context(
         pages=cache.kv, block_tables=tables, lengths=done, recurrent=cache.recurrent, conv=cache.conv
     )
-    out = model(rows, context, taps=EVERY_LAYER)
+    out = model(rows, context, taps=tuple(range(model.config.num_layers)))
     if tree:
         cache = caches.commit(cache, out.updates, tables, done, order, count)
     else:
@@ -87,6 +88,7 @@ class Runner:
 
     def __init__(self, model: Target, prompts: list[np.ndarray]):
         self.graph, self.state = nnx.split(model)
+        self.layers = model.config.num_layers
         self.ids, self.lengths = batch_of(prompts)
         self.tables = page_tables(np.asarray(self.lengths), PAGE)
         slots, entries = self.tables.shape
@@ -119,7 +121,7 @@ class Runner:
     def taps_of(self, slot: int) -> np.ndarray:
         """[layers, positions, hidden] at TAP_POSITIONS."""
         joined = np.concatenate([x[slot] for x in self.taps])[list(cases.TAP_POSITIONS)]
-        return joined.reshape(joined.shape[0], 8, -1).swapaxes(0, 1)
+        return joined.reshape(joined.shape[0], self.layers, -1).swapaxes(0, 1)
 
 
 # The longest prompt is in the middle, so that no slot has the number of its prompt.
@@ -173,6 +175,34 @@ def test_prefill_in_chunks(case: str, rows: int):
 @pytest.mark.parametrize(("rows", "tree"), [(1, False), (1, True), (16, True)])
 def test_token_by_token_and_chains(case: str, rows: int, tree: bool):
     check(in_slots(loaded(case), case).run(rows, tree), case)
+
+
+def check_plain(case: str, model: Target, rows: int, tree: bool = False) -> None:
+    """The longest prompt's logits and taps of a case of PLAINS."""
+    gold = goldens("plains")
+    runner = Runner(model, cases.prompts(case)[:1]).run(rows, tree)
+    assert_close(runner.logits_of(0)[::4], gold[f"{case}.logits.0"], BOUND, "logits")
+    for layer, found in enumerate(runner.taps_of(0)):
+        assert_close(found, gold[f"{case}.taps"][layer], BOUND, f"tap {layer}")
+
+
+@pytest.mark.parametrize(("rows", "tree"), [(150, False), (64, False), (16, True)])
+@pytest.mark.parametrize("case", PLAIN)
+def test_heads_biases_and_rotary_scalings(case: str, rows: int, tree: bool):
+    check_plain(case, loaded(case), rows, tree)
+
+
+def test_experts_of_a_few_rows():
+    check_plain("moe", loaded("moe"), 7)
+    check_plain("moe", loaded("moe"), 1, tree=True)
+
+
+@pytest.mark.parametrize("case", ["llama3", "llama_yarn", "moe"])
+def test_products_joined_with_their_biases(case: str):
+    model = load(case)
+    join(model)
+    assert hasattr(model.layers[0].mlp.shared_expert if case == "moe" else model.layers[0].mlp, "gate_up_proj")
+    check_plain(case, model, 150)
 
 
 # What follows must fail: each way of being wrong is far outside of the bound.
@@ -277,3 +307,32 @@ def test_padding_that_is_not_masked_is_seen():
     runner.lengths = runner.lengths.at[0].add(3)
     runner.run(150)
     assert relative(runner.cache.recurrent[:, 0], goldens("targets")["hybrid.recurrent.2"]) > BROKEN
+
+
+def plain_error(case: str, values: dict[str, np.ndarray], **config: Any) -> float:
+    """Relative error of a case of PLAINS with weights, or config fields, changed."""
+    runner = Runner(load(case, values, **config), cases.prompts(case)[:1]).run(150)
+    return relative(runner.logits_of(0)[::4], goldens("plains")[f"{case}.logits.0"])
+
+
+@pytest.mark.parametrize("case", ["llama3", "llama_linear", "llama_yarn", "dense_bias"])
+def test_ignored_rotary_scaling_is_seen(case: str):
+    rope = dataclasses.replace(loaded(case).config.rope, scaling=None)
+    assert plain_error(case, cases.target_weights(case), rope=rope) > BROKEN
+
+
+@pytest.mark.parametrize("field", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
+def test_every_number_of_llama3_scaling_matters(field: str):
+    rope = loaded("llama3").config.rope
+    changed = dataclasses.replace(rope.scaling, **{field: 2 * getattr(rope.scaling, field)})
+    values = cases.target_weights("llama3")
+    assert plain_error("llama3", values, rope=dataclasses.replace(rope, scaling=changed)) > BROKEN
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+def test_a_lost_bias_is_seen(part: str):
+    case = "llama_yarn" if part in ("gate_proj", "up_proj", "down_proj") else "llama3"
+    values = cases.target_weights(case)
+    for name in [n for n in values if n.endswith(f"{part}.bias")]:
+        values[name] = np.zeros_like(values[name])
+    assert plain_error(case, values) > BROKEN

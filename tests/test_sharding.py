@@ -1,6 +1,7 @@
 """Tensor parallelism on virtual devices: the tokens of one device, and the collectives that were meant."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,16 @@ def test_tokens_are_those_of_one_device(
     assert all(c.completion_tokens == 16 for c in done)
 
 
+@pytest.mark.parametrize("architecture", ["dense", "llama", "moe"])
+def test_other_architectures_on_two_devices(tmp_path: Path, architecture: str):
+    folders = save_random_pair(tmp_path, heads=2 if architecture == "moe" else 1, architecture=architecture)
+    one, two = (dflash_jax.load(*folders, tp=tp, dtype="float32") for tp in (1, 2))
+    expected = [c.token_ids for c in one.generate(PROMPTS[:2], METHODS["ar"])]
+    assert [c.token_ids for c in one.generate(PROMPTS[:2], METHODS["ddtree"])] == expected
+    for method in ("ar", "ddtree"):
+        assert [c.token_ids for c in two.generate(PROMPTS[:2], METHODS[method])] == expected
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_round_has_the_intended_collectives_and_copies_no_cache(engines: dict[int, Engine], method: str):
     engine = engines[2]
@@ -103,6 +114,10 @@ def test_every_device_takes_its_own_heads_of_the_joint_projection():
         ("embed_tokens.weight", 0), ("layers.3.self_attn.q_proj.weight", 0), ("layers.3.self_attn.o_proj.weight", 1),
         ("layers.0.linear_attn.A_log", 0), ("layers.0.linear_attn.norm.weight", None), ("fc.weight", 1),
         ("layers.0.mlp.down_proj.weight", 1), ("layers.0.self_attn.q_norm.weight", None), ("norm.weight", None),
+        ("layers.0.self_attn.q_proj.bias", 0), ("layers.0.mlp.gate_up_proj.bias", 0),
+        ("layers.0.mlp.experts.gate_up_proj", 1), ("layers.0.mlp.experts.down_proj", 2),
+        ("layers.0.mlp.gate.weight", None), ("layers.0.mlp.shared_expert.down_proj.weight", 1),
+        ("layers.0.self_attn.o_proj.bias", None), ("layers.0.mlp.down_proj.bias", None),
     ],
 )  # fmt: skip
 def test_rules_of_parameters(name: str, axis: int | None):

@@ -24,8 +24,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-config", type=Path, help="`bundled`: recipe of the drafter")
     parser.add_argument("--mtp-config", type=Path, help="`bundled`: recipe of the target's own draft head")
     parser.add_argument("--out", type=Path, default=Path("runs/bundled"), help="run folder (default: %(default)s)")
-    parser.add_argument("--target", type=Path, help="folder of the frozen target (default: OUT/target)")
+    parser.add_argument(
+        "--target", help="the frozen target: a folder, GGUF file or Hub id (default: the folder OUT/target)"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    parser.add_argument(
+        "--seconds", type=float, help="`draft`: box loading, answering and training together into so many wall seconds"
+    )
     parser.add_argument("--seconds-target", type=float, help="box the target's stage into so many wall seconds")
     parser.add_argument("--seconds-draft", type=float, help="box the drafter's training likewise")
     parser.add_argument("--seconds-mtp", type=float, help="box the training of the target's own draft head likewise")
@@ -68,7 +73,9 @@ def _run(arguments: argparse.Namespace) -> None:
         recipe = bundled.scaled(load_target_recipe(path), arguments.seconds_target)
         train_target(recipe, path, out, resume=arguments.resume, say=say)
         return
-    folder = arguments.target or out / "target"
+    from convert import resolve_model
+
+    folder = resolve_model(arguments.target or out / "target")
     if stage == "mtp":
         from dflash_jax.train.mtp_loop import train_mtp
 
@@ -78,13 +85,16 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     path = arguments.config or bundled_draft
     recipe = bundled.scaled(load_draft_recipe(path), arguments.seconds_draft)
+    clock = None
+    if arguments.seconds is not None:
+        recipe, clock = bundled.boxed(recipe, arguments.seconds)
     answers, heldout = bundled.write_answers(folder, recipe.responses, out, say=say)
     if stage == "draft":
         from convert import load_target
         from dflash_jax.train.draft_loop import train_draft
 
         _, target = load_target(folder, "bfloat16")
-        train_draft(recipe, path, target, answers, heldout, out, resume=arguments.resume, say=say)
+        train_draft(recipe, path, target, answers, heldout, out, resume=arguments.resume, say=say, clock=clock)
 
 
 def main(argv: list[str] | None = None) -> int:

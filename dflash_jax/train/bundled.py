@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from convert import load_target
+from convert import load_target, load_tokenizer
 from convert.load import has_head
 from dflash_jax.target import Target
 from dflash_jax.train.data import Answers
 from dflash_jax.train.draft_loop import train_draft
 from dflash_jax.train.loop import Clock
 from dflash_jax.train.mtp_loop import train_mtp
-from dflash_jax.train.responses import answer, encode_prompts, repeated_share
+from dflash_jax.train.responses import answer, encode_open_prompts, encode_prompts, repeated_share
 from dflash_jax.train.settings import DraftRecipe, MTPRecipe, ResponseSettings, TargetRecipe
 from dflash_jax.train.target_loop import train_target
 
@@ -59,11 +59,13 @@ def write_answers(
     paths = answers_paths(out)
     if not all(path.exists() for path in paths):
         _, target = load_target(folder, "bfloat16")
+        is_open = settings.source == "open"
+        prompts = encode_open_prompts(target, load_tokenizer(folder), settings, say=say) if is_open else {}
         for path, split, count in zip(
             paths, ("train", "heldout"), (settings.prompts, settings.heldout_prompts), strict=True
         ):
             began = time.monotonic()
-            encoded = encode_prompts(folder / "tokenizer.json", split, settings, count)
+            encoded = prompts.get(split) or encode_prompts(folder / "tokenizer.json", split, settings, count)
             say(f"{split} prompts: {len(encoded)} in {time.monotonic() - began:.0f} s")
             answers = answer(target, encoded, settings, say=say, name=f"{split} answers")
             answers.save(path)
@@ -152,6 +154,18 @@ def table(report: dict[str, Any]) -> list[str]:
             else:
                 lines.append(f"{stage + '.' + key:44s} {value}")
     return lines
+
+
+# Share of a boxed run that answers to the training prompts may take (a batch that has begun is finished, and programs
+# are compiled besides); a quarter of that for prompts that the target writes itself.
+_ANSWERING = 0.25
+
+
+def boxed(recipe: DraftRecipe, seconds: float) -> tuple[DraftRecipe, Clock]:
+    """The recipe with answering and training bounded together, and the clock of both, which starts now."""
+    recipe = scaled(recipe, seconds)
+    responses = dataclasses.replace(recipe.responses, max_seconds=_ANSWERING * seconds)
+    return dataclasses.replace(recipe, responses=responses), Clock(recipe.loop, recipe.optimizer)
 
 
 def scaled(recipe: Any, seconds: float | None) -> Any:

@@ -1,5 +1,6 @@
 """Greedy answers of a target to many prompts: what its drafter learns from."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -18,6 +19,8 @@ from dflash_jax.cache import Cache, Context, commit, commit_causal, init_cache
 from dflash_jax.errors import UserError
 from dflash_jax.repetition import repeated_ngram_share
 from dflash_jax.target import Rows, Target
+from dflash_jax.tokenizer import Tokenizer as ChatTokenizer
+from dflash_jax.train import open_prompts
 from dflash_jax.train.corpus import prompts, render
 from dflash_jax.train.data import Answers
 from dflash_jax.train.settings import ResponseSettings
@@ -48,7 +51,45 @@ def encode_prompts(tokenizer_file: Path, split: str, settings: ResponseSettings,
     return short
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "max_new_tokens", "stop_ids"))
+def encode_open_prompts(
+    target: Target,
+    tokenizer: ChatTokenizer,
+    settings: ResponseSettings,
+    *,
+    say: Callable[[str], None] = print,
+) -> dict[str, list[list[int]]]:
+    """Token ids of prompts for any chat model, by split; the target writes `settings.own_prompts` of them.
+
+    Raises:
+      UserError: no prompt of a split is short enough.
+    """
+    own: list[dict[str, Any]] = []
+    if settings.own_prompts:
+        turn = open_prompts.empty_turn(tokenizer)
+        limit = dataclasses.replace(
+            settings, max_prompt_tokens=len(turn), max_new_tokens=min(128, settings.max_new_tokens),
+            max_seconds=None if settings.max_seconds is None else settings.max_seconds / 4,
+        )  # fmt: skip
+        drawn = answer(target, [turn] * settings.own_prompts, limit, say=say, name="own prompts", temperature=1.0)
+        rows = zip(drawn.tokens, drawn.prompt_lengths, drawn.lengths, strict=True)
+        written = [tokens[begin:end].tolist() for tokens, begin, end in rows]
+        own = open_prompts.own_prompts(tokenizer, written, target.config.eos_token_ids)
+    encoded = {}
+    for split, count in (("train", settings.prompts), ("heldout", settings.heldout_prompts)):
+        mine = [entry for entry in own if open_prompts.in_split(entry, split)]
+        made = open_prompts.made_prompts(split, count, settings.seed)
+        entries = mine + made
+        order = np.random.default_rng(settings.seed).permutation(len(entries))[:count]
+        chosen = [entries[i] for i in order]
+        encoded[split] = open_prompts.encode(tokenizer, chosen, settings.max_prompt_tokens)
+        say(f"{split} prompts: {len(mine)} of its own, {len(made)} made; {len(encoded[split])} chosen")
+        if not encoded[split]:
+            limit_tokens = settings.max_prompt_tokens
+            raise UserError(f"'max_prompt_tokens' {limit_tokens} leaves none of {count} {split} prompts")
+    return encoded
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "max_new_tokens", "stop_ids", "temperature"))
 def generate_batch(
     graph: nnx.GraphDef,
     weights: nnx.State,
@@ -57,11 +98,21 @@ def generate_batch(
     *,
     max_new_tokens: int,
     stop_ids: tuple[int, ...],
+    temperature: float = 1.0,
+    key: Array | None = None,
 ) -> tuple[Int[Array, "B R"], Int[Array, " B"]]:
-    """Greedy continuation of right-padded prompts, R = `max_new_tokens`, with one row a step and static caches.
+    """Continuation of right-padded prompts, R = `max_new_tokens`, with one row a step and static caches.
 
-    Rows with length 0 are padding of the batch. Returns the new tokens, the stop token included, and their number.
+    Greedy, or with a key drawn at `temperature`. Rows with length 0 are padding of the batch. Returns the new tokens,
+    the stop token included, and their number.
     """
+
+    def choose(logits: Float[Array, "B V"], step: Int[Array, ""] | int) -> Int[Array, " B"]:
+        if key is not None:
+            noise = jax.random.gumbel(jax.random.fold_in(key, step), logits.shape, logits.dtype)
+            logits = logits / temperature + noise
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
     target: Target = nnx.merge(graph, weights)
     config = target.config
     batch, width = prompt.shape
@@ -75,7 +126,7 @@ def generate_batch(
     out = target(Rows(prompt, order, order < lengths[:, None]), start, implementation="xla")
     cache = commit_causal(cache, out.updates, tables, jnp.zeros_like(lengths), jnp.arange(batch), lengths)
     last = jnp.take_along_axis(out.hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-    first = jnp.argmax(target.logits(last), axis=-1).astype(jnp.int32)
+    first = choose(target.logits(last), 0)
     # The taps of one row are the committed window alone.
     window = cache.conv.shape[2]
     taps = jnp.broadcast_to(-1 - jnp.arange(window), (batch, 1, window))
@@ -95,7 +146,7 @@ def generate_batch(
         out = target(rows, context, implementation="xla")
         count = alive.astype(jnp.int32)
         cache: Cache = commit(cache, out.updates, tables, lengths, root, count)
-        token = jnp.argmax(target.logits(out.hidden[:, 0]), axis=-1).astype(jnp.int32)
+        token = choose(target.logits(out.hidden[:, 0]), index + 1)
         return index + 1, token, alive, written, lengths + count, cache, made
 
     def running(carry: tuple[Any, ...]) -> Array:
@@ -114,8 +165,9 @@ def answer(
     *,
     say: Callable[[str], None] = print,
     name: str = "responses",
+    temperature: float = 0.0,
 ) -> Answers:
-    """The target's greedy answers to encoded prompts, in the order given.
+    """The target's answers to encoded prompts, in the order given: greedy, or drawn at a temperature.
 
     Stops early, with what it has, once `settings.max_seconds` have passed. Answers are in the dtype of `target`.
     """
@@ -135,8 +187,9 @@ def answer(
         for row, ids in enumerate(part):
             prompt[row, : len(ids)], lengths[row] = ids, len(ids)
         tokens, count = generate_batch(
-            graph, weights, prompt, lengths, max_new_tokens=settings.max_new_tokens, stop_ids=stop_ids
-        )
+            graph, weights, prompt, lengths, max_new_tokens=settings.max_new_tokens, stop_ids=stop_ids,
+            temperature=temperature or 1.0, key=jax.random.key(settings.seed + begin) if temperature else None,
+        )  # fmt: skip
         made.append(np.asarray(tokens)[: len(part)])
         counts.append(np.asarray(count)[: len(part)])
         done += len(part)

@@ -10,6 +10,7 @@ from dflash_jax.config import read_json
 from dflash_jax.errors import UserError
 
 AttentionKind = Literal["xla", "cudnn"]
+PromptSource = Literal["corpus", "open"]
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -113,6 +114,9 @@ class ResponseSettings:
       max_new_tokens: an answer is cut there.
       batch: sequences decoded at once.
       max_seconds: no new batch is begun after so many seconds; None for no limit.
+      source: "corpus" (the generated text that the bundled target knows) or "open" (prompts for any chat model; see
+        `open_prompts`).
+      own_prompts: of an open source, how many prompts the target is to write itself, for both splits together.
     """
 
     prompts: int
@@ -122,6 +126,8 @@ class ResponseSettings:
     max_new_tokens: int = 200
     batch: int = 2048
     max_seconds: float | None = None
+    source: PromptSource = "corpus"
+    own_prompts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

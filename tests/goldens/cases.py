@@ -62,11 +62,92 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 TARGET_SEEDS = {"hybrid": 11, "hybrid_tied": 12, "dense": 13, "dense_tied": 14}
 
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+# Ratios of heads, dims of heads, biases and rotary scalings that the four above leave out. Scalings are set so that
+# 150 tokens are far past the original context.
+PLAINS: dict[str, dict[str, Any]] = {
+    "llama": {**_LLAMA, "rope_theta": 5e5, "rope_scaling": None},
+    "llama3": {
+        **_LLAMA,
+        "num_attention_heads": 8,
+        "head_dim": 24,  # not hidden_size / heads
+        "attention_bias": True,
+        "rope_theta": 1e3,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "llama_linear": {
+        **_LLAMA,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    },
+    "llama_yarn": {
+        **_LLAMA,
+        "num_key_value_heads": 4,
+        "mlp_bias": True,
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "dense_bias": {
+        **_DENSE,
+        "num_hidden_layers": 4,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e6,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}
+PLAINS["moe"] = {
+    **_HYBRID,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": False,
+    "num_experts": 24,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+TARGET_SEEDS |= {name: 51 + place for place, name in enumerate(PLAINS)}
+
+
+def config_of(case: str) -> dict[str, Any]:
+    """The config.json of a target case."""
+    return (TARGETS | PLAINS)[case]
+
 
 def target_weights(case: str) -> dict[str, np.ndarray]:
     """State dict of a target case, names without the prefix `model.`."""
-    config = TARGETS[case]
-    hybrid = config["model_type"] == "qwen3_5_text"
+    config = config_of(case)
+    hybrid = config["model_type"].startswith("qwen3_5")
     return weights.state_dict(weights.target_shapes(config), TARGET_SEEDS[case], zero_centered=hybrid)
 
 

@@ -1,4 +1,4 @@
-"""Makes targets.safetensors: what Hugging Face transformers computes for the target cases.
+"""Makes targets.safetensors and plains.safetensors: what Hugging Face transformers computes for the target cases.
 
 Torch and transformers are oracles and no dependency of this project. From the repository's root, in an environment
 of their own (Python 3.11; `pip install torch==2.13.0 transformers==5.17.0 safetensors numpy`):
@@ -12,10 +12,12 @@ Everything is fp32 on the CPU with eager attention. Weights and inputs come from
     CASE.taps            residual stream after every layer, prompt 0, at TAP_POSITIONS: [layers, positions, 64]
     CASE.recurrent.K     state of every Gated DeltaNet layer after prompt K
     CASE.conv.K          the last three raw convolution inputs after prompt K, [layers, 3, channels]
+plains.safetensors has, for each of its cases, every fourth row of CASE.logits.0 and CASE.taps alone.
 """
 
 import json
 import platform
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch  # pyrefly: ignore[missing-import]
@@ -30,11 +32,16 @@ PAD_STRIDE = 4
 
 def build(case: str) -> torch.nn.Module:
     """The Hugging Face model of a case, with the case's weights."""
-    config = {k: v for k, v in cases.TARGETS[case].items() if k not in ("architectures", "model_type")}
-    if cases.TARGETS[case]["model_type"] == "qwen3":
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
-    else:
-        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**config))
+    config = {k: v for k, v in cases.config_of(case).items() if k not in ("architectures", "model_type")}
+    match cases.config_of(case)["model_type"]:
+        case "qwen3":
+            model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
+        case "llama":
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+        case "qwen3_5_moe_text":
+            model = transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**config))
+        case _:
+            model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**config))
     model.set_attn_implementation("eager")
     model = model.float().eval()
     state = {
@@ -109,29 +116,44 @@ def run(case: str) -> dict[str, np.ndarray]:
     return out
 
 
+def run_plain(case: str) -> dict[str, np.ndarray]:
+    """The tensors of one case of plains.safetensors."""
+    model = build(case)
+    recorder = LayerOutputs(model)
+    logits = model(torch.from_numpy(cases.prompts(case)[0])[None], use_cache=False).logits[0].numpy()
+    taps = recorder.take()[:, 0, list(cases.TAP_POSITIONS)].numpy()
+    return {f"{case}.logits.0": logits[::PAD_STRIDE], f"{case}.taps": taps}
+
+
 def relative(a: np.ndarray, b: np.ndarray) -> float:
     """‖a − b‖ / ‖b‖."""
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def main() -> None:
-    """Runs all cases and writes the file."""
+    """Runs all cases and writes both files."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    with torch.no_grad():
+        write("targets", cases.TARGETS, run)
+        write("plains", cases.PLAINS, run_plain)
+
+
+def write(name: str, names: Iterable[str], run_case: Callable[[str], dict[str, np.ndarray]]) -> None:
+    """Runs some cases into one file."""
     arrays: dict[str, np.ndarray] = {}
     metadata = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
-        "digests": {case: weights.digest(cases.target_weights(case)) for case in cases.TARGETS},
+        "digests": {case: weights.digest(cases.target_weights(case)) for case in names},
     }
-    with torch.no_grad():
-        for case in cases.TARGETS:
-            arrays |= run(case)
-    arrays = {name: np.ascontiguousarray(value, dtype=np.float32) for name, value in arrays.items()}
+    for case in names:
+        arrays |= run_case(case)
+    arrays = {key: np.ascontiguousarray(value, dtype=np.float32) for key, value in arrays.items()}
     # One entry only: safetensors writes several in random order, and the file should be reproducible.
-    save_file(arrays, cases.FOLDER / "targets.safetensors", {"about": json.dumps(metadata)})
+    save_file(arrays, cases.FOLDER / f"{name}.safetensors", {"about": json.dumps(metadata)})
     print(f"{sum(a.nbytes for a in arrays.values()) / 1e6:.2f} MB in {len(arrays)} tensors")
 
 

@@ -35,16 +35,21 @@ def integers(seed: int, name: str, count: int, bound: int) -> np.ndarray:
 
 def attention_shapes(prefix: str, config: dict[str, Any], gated: bool) -> dict[str, tuple[int, ...]]:
     """Names and [out, in] shapes of one attention mixer."""
-    hidden, dim = config["hidden_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    return {
+    hidden, heads, kv_heads = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    dim = config.get("head_dim", hidden // heads)
+    shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}.q_proj.weight": (heads * dim * (2 if gated else 1), hidden),
         f"{prefix}.k_proj.weight": (kv_heads * dim, hidden),
         f"{prefix}.v_proj.weight": (kv_heads * dim, hidden),
         f"{prefix}.o_proj.weight": (hidden, heads * dim),
-        f"{prefix}.q_norm.weight": (dim,),
-        f"{prefix}.k_norm.weight": (dim,),
     }
+    if config.get("attention_bias"):
+        shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items()}
+    if config["model_type"] == "llama":
+        return shapes
+    return shapes | {f"{prefix}.q_norm.weight": (dim,), f"{prefix}.k_norm.weight": (dim,)}
 
 
 def deltanet_shapes(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -68,18 +73,33 @@ def deltanet_shapes(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int,
 def block_shapes(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what every decoder layer has beside its mixer."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    return {
-        f"{prefix}.input_layernorm.weight": (hidden,),
-        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+    if "num_experts" in config:
+        inner = config["shared_expert_intermediate_size"]
+    mlp: dict[str, tuple[int, ...]] = {
         f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
         f"{prefix}.mlp.up_proj.weight": (inner, hidden),
         f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+    }
+    if "num_experts" in config:
+        count, width = config["num_experts"], config["moe_intermediate_size"]
+        mlp = {name.replace(".mlp.", ".mlp.shared_expert."): shape for name, shape in mlp.items()} | {
+            f"{prefix}.mlp.gate.weight": (count, hidden),
+            f"{prefix}.mlp.experts.gate_up_proj": (count, 2 * width, hidden),
+            f"{prefix}.mlp.experts.down_proj": (count, hidden, width),
+            f"{prefix}.mlp.shared_expert_gate.weight": (1, hidden),
+        }
+    if config.get("mlp_bias"):
+        mlp |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in mlp.items()}
+    return {
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+        **mlp,
     }
 
 
 def target_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names (without the prefix `model.`) and shapes of a target's tensors."""
-    hybrid = config["model_type"] == "qwen3_5_text"
+    hybrid = config["model_type"].startswith("qwen3_5")
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (config["vocab_size"], config["hidden_size"])
     }
@@ -131,6 +151,12 @@ def state_dict(shapes: dict[str, tuple[int, ...]], seed: int, zero_centered: boo
             std = 0.3
         elif name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
             std = 0.1
+        elif name.endswith(".bias") or "mlp.gate.weight" in name:
+            std = 0.2
+        elif ".experts." in name or "shared_expert" in name:
+            std = 0.1
+        elif name.endswith(("q_proj.weight", "k_proj.weight")) and not any("q_norm" in n for n in shapes):
+            std = 0.2  # no norm makes queries and keys large enough for attention to choose
         elif name.endswith("norm.weight"):
             plain = name.endswith("linear_attn.norm.weight") or not zero_centered
             std, mean = 0.1, 1.0 if plain else 0.0
