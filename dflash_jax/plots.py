@@ -101,6 +101,7 @@ def token_tree(
       path: accepted rows from node 0 down (`Walk.path[slot, :count]`).
       bonus: the token that the target chose after the last of them; drawn there, dashed.
     """
+    from matplotlib import colormaps
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -108,12 +109,12 @@ def token_tree(
     rows = int(valid.sum())
     parents, depths, tokens = (np.asarray(x[slot])[:rows].tolist() for x in (tree.parents, tree.depths, tree.tokens))
     probability = np.ones(rows) if tree.log_probs is None else np.exp(np.asarray(tree.log_probs[slot])[:rows])
-    lines = _heights(parents)
-    accepted = {int(row) for row in path}
+    accepted = set(path)
+    last = max(accepted)
+    # The bonus is drawn as one more child of the last accepted row.
+    lines = _heights(parents if bonus is None else [*parents, last])
     figure = new_figure(WIDTH, 1.6 + 0.3 * (max(lines) + 1))
     axes = figure.subplots()
-    from matplotlib import colormaps
-
     shades = colormaps["Blues"]
 
     def node(x: float, y: float, text: str, face: Any, edge: str, dark: bool, dashed: bool = False) -> None:
@@ -138,17 +139,13 @@ def token_tree(
         strength = 0.75 * float(probability[row])
         outline = ACCEPTED if row in accepted else "#555555"
         node(depths[row], lines[row], decode(tokens[row]), shades(strength), outline, strength > 0.6)
-    deepest, lowest = max(depths), max(lines)
+    deepest = max(depths)
     if bonus is not None:
-        last = max(accepted)
-        # Below the last accepted node's own line where that line goes on.
-        taken = [lines[r] for r in range(rows) if parents[r] == last]
-        y = lines[last] + (0.5 if taken else 0.0)
-        edge(last, depths[last] + 1, y, True, dashed=True)
-        node(depths[last] + 1, y, decode(bonus), "white", ACCEPTED, False, dashed=True)
-        deepest, lowest = max(deepest, depths[last] + 1), max(lowest, y)
+        deepest = max(deepest, depths[last] + 1)
+        edge(last, depths[last] + 1, lines[rows], True, dashed=True)
+        node(depths[last] + 1, lines[rows], decode(bonus), "white", ACCEPTED, False, dashed=True)
     axes.set_xlim(-0.6, deepest + 0.6)
-    axes.set_ylim(lowest + 0.6, -0.6)
+    axes.set_ylim(max(lines) + 0.6, -0.6)
     axes.set_yticks([])
     axes.set_xticks(range(deepest + 1))
     axes.set_xlabel("depth (tokens after the anchor)")
@@ -258,6 +255,7 @@ def draw_depths(axes: Axes, name: str, shares: Sequence[float], colour: str) -> 
 
 def depth_axes(axes: Axes) -> None:
     """Units and range of acceptance by depth."""
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("depth (tokens after the anchor)")
     axes.set_ylabel("share of the rounds that could\ntake a draft of this depth")
     axes.set_ylim(0, 1.02)
