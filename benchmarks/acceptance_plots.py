@@ -116,7 +116,7 @@ def by_rank(rows: Rows) -> Any | None:
     return figure
 
 
-_PICTURES: dict[str, tuple[str, Callable[[Rows], Any | None]]] = {
+PICTURES: dict[str, tuple[str, Callable[[Rows], Any | None]]] = {
     "speed": ("Tokens a round and decoding speed", speed),
     "depth": ("Acceptance by depth", by_depth),
     "rank": ("Which of the drafter's candidates was accepted", by_rank),
@@ -145,7 +145,7 @@ def plot(record: dict[str, Any], folder: Path) -> list[Path]:
     written = []
     for temperature in _unique(record["methods"], "temperature"):
         rows = [row for row in record["methods"] if row["temperature"] == temperature]
-        for name, (title, draw) in _PICTURES.items():
+        for name, (title, draw) in PICTURES.items():
             figure = draw(rows)
             if figure is None:
                 continue

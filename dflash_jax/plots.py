@@ -255,7 +255,9 @@ def draw_depths(axes: Axes, name: str, shares: Sequence[float], colour: str) -> 
 
 def depth_axes(axes: Axes) -> None:
     """Units and range of acceptance by depth."""
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("depth (tokens after the anchor)")
     axes.set_ylabel("share of the rounds that could\ntake a draft of this depth")
     axes.set_ylim(0, 1.02)

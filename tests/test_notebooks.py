@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom on a fresh kernel, shows what it should, and is committed as its source says."""
+"""Every notebook runs from top to bottom on a fresh kernel, shows what it should, and is committed as its source is."""
 
 from pathlib import Path
 
