@@ -1,8 +1,8 @@
 """One report of what the benchmarks measured: `python -m benchmarks.report DIR`.
 
 Reads every `*.json` in DIR that `--json` of `benchmarks.acceptance`, `divergence`, `kernels`, `round` or `torch_round`
-wrote, told apart by their keys, and writes `report.md` and its pictures (SVG) beside them. Nothing is measured here, and
-no figure is left out: what a record says of a failure is in the report too.
+wrote, told apart by their keys, and writes `report.md` and its pictures (SVG) beside them. Nothing is measured here,
+and no figure is left out: what a record says of a failure is in the report too.
 """
 
 import argparse

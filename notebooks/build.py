@@ -6,6 +6,7 @@ a change of a source is followed by `python -m notebooks.build`.
 """
 
 import argparse
+import base64
 import os
 import re
 import sys
@@ -80,6 +81,13 @@ def silent_cells(notebook: NotebookNode) -> list[str]:
     return silent
 
 
+def copy_figure(notebook: NotebookNode, title: str, path: Path) -> None:
+    """Writes the picture of the one code cell whose source has `title`."""
+    (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and title in cell.source]
+    (picture,) = [out.data["image/png"] for out in cell.outputs if "image/png" in out.get("data", {})]
+    path.write_bytes(base64.b64decode(picture))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Makes and runs the notebooks named, or all; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m notebooks.build", description=__doc__.splitlines()[0])
@@ -100,6 +108,8 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         path = HERE / f"{source.stem}.ipynb"
         nbformat.write(notebook, path)
+        if source.stem.startswith("02"):
+            copy_figure(notebook, "plots.token_tree(", ROOT / "docs" / "images" / "token_tree.png")
         print(f"{path.name}: {seconds:.0f} s", flush=True)
     return 0
 
