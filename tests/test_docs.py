@@ -1,7 +1,8 @@
 """The documentation is true: its Python runs, its links resolve, its commands parse, its figures are the files'.
 
-A fenced block marked exactly `python` in `docs/*.md` is executed, the blocks of a file one after the other in one
-namespace. Every `python -m …` in a fenced block or in inline code is parsed by the program's own parser, not run.
+A fenced block marked exactly `python` in the README or in `docs/*.md` is executed, the blocks of a file one after the
+other in one namespace. Every `python -m …` in a fenced block or in inline code is parsed by the program's own parser, not
+run.
 """
 
 import argparse
@@ -161,8 +162,11 @@ def test_relative_links_resolve(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in DOCS if any(kind == "python" for kind, _ in blocks(page.read_text()))],
-    ids=name_of,
+    [
+        pytest.param(page, id=name_of(page), marks=pytest.mark.slow if page.name == "README.md" else ())
+        for page in PAGES
+        if any(kind == "python" for kind, _ in blocks(page.read_text()))
+    ],
 )
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
