@@ -18,12 +18,13 @@ from typing import Any
 import jax
 
 import dflash_jax
-from benchmarks.acceptance_plots import check_matplotlib, plot
+from benchmarks.acceptance_plots import plot
 from benchmarks.accepted import Accepted, count_accepted
 from benchmarks.methods import parse_methods
 from benchmarks.policies import POLICIES
 from benchmarks.prompt_sets import SET_NAMES, prompt_set
 from dflash_jax import Completion, Engine, SamplingParams, UserError
+from dflash_jax.plots import check_matplotlib
 from dflash_jax.prompts import encode_prompt
 from dflash_jax.repetition import repeated_ngram_share
 from dflash_jax.tree import SpineFirst, TreePolicy

@@ -8,22 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import UserError
+from dflash_jax.plots import COLOURS, check_matplotlib, depth_axes, draw_depths, new_figure, style
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 _RANKS = 4  # shown one by one; the rest together
 
 Rows = list[dict[str, Any]]
-
-
-def check_matplotlib() -> None:
-    """Raises `UserError` where matplotlib is not installed."""
-    try:
-        import matplotlib.figure  # noqa: F401 - only whether it is there
-    except ImportError:
-        raise UserError(
-            "--plots needs matplotlib: pip install matplotlib (or the extra 'notebooks')"
-        ) from None
 
 
 def _unique(rows: Rows, key: str) -> list[Any]:
@@ -38,19 +27,11 @@ def _colours(rows: Rows) -> dict[str, str]:
     return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(_unique(rows, "method"))}
 
 
-def _style(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-
-
 def speed(rows: Rows) -> Any:
     """Bars of τ and of tokens/s, by prompt set and method."""
-    from matplotlib.figure import Figure
-
     counts, colours = _counts(rows), _colours(rows)
     width = 0.8 / len(colours)
-    figure = Figure(figsize=(max(7.0, 1.2 + 0.45 * len(colours) * len(counts)), 7.5), layout="constrained")
+    figure = new_figure(max(7.0, 1.2 + 0.45 * len(colours) * len(counts)), 7.5)
     panels = figure.subplots(2, 1)
     for axes, key, label in zip(
         panels,
@@ -66,7 +47,7 @@ def speed(rows: Rows) -> Any:
         axes.set_xticks(range(len(counts)), [f"{name}\n({n} prompts)" for name, n in counts.items()])
         axes.set_ylabel(label)
         axes.margins(y=0.12)
-        _style(axes)
+        style(axes)
     panels[1].set_xlabel("prompt set")
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(colours), 6)
@@ -76,23 +57,19 @@ def speed(rows: Rows) -> Any:
 
 def _panels(rows: Rows, wanted: list[tuple[str, str | None]], columns: int) -> tuple[Any, list[Any]]:
     """A figure with one panel for each (set, method), with shared axes."""
-    from matplotlib.figure import Figure
-
     columns = min(len(wanted), columns)
     lines = -(-len(wanted) // columns)
-    figure = Figure(figsize=(max(6.5, 4.2 * columns), 3.2 * lines + 1.2), layout="constrained")
+    figure = new_figure(max(6.5, 4.2 * columns), 3.2 * lines + 1.2)
     grid = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
     for spare in grid[len(wanted) :]:
         spare.set_visible(False)
     counts = _counts(rows)
     for i, (axes, (name, method)) in enumerate(zip(grid, wanted, strict=False)):
         axes.set_title(f"{name} ({counts[name]} prompts)" + (f", {method}" if method else ""), fontsize=9)
-        axes.set_xlabel("depth (tokens after the anchor)")
+        depth_axes(axes)
         axes.tick_params(labelbottom=True)
-        if i % columns == 0:
-            axes.set_ylabel("share of the rounds that could\ntake a draft of this depth")
-        axes.set_ylim(0, 1.02)
-        _style(axes)
+        if i % columns:
+            axes.set_ylabel("")
     return figure, grid[: len(wanted)]
 
 
@@ -109,14 +86,7 @@ def by_depth(rows: Rows) -> Any | None:
             if row["set"] == name:
                 # Attempts never rise with the depth: what was never tried is at the end, and is left out.
                 seen = row["acceptance_by_depth"][: sum(n > 0 for n in row["attempts_by_depth"])]
-                axes.plot(
-                    range(1, len(seen) + 1),
-                    seen,
-                    "o-",
-                    markersize=3,
-                    color=colours[row["method"]],
-                    label=row["method"],
-                )
+                draw_depths(axes, row["method"], seen, colours[row["method"]])
     handles = {label: h for axes in grid for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=6)
     return figure
@@ -146,7 +116,7 @@ def by_rank(rows: Rows) -> Any | None:
     return figure
 
 
-_PICTURES: dict[str, tuple[str, Callable[[Rows], Any | None]]] = {
+PICTURES: dict[str, tuple[str, Callable[[Rows], Any | None]]] = {
     "speed": ("Tokens a round and decoding speed", speed),
     "depth": ("Acceptance by depth", by_depth),
     "rank": ("Which of the drafter's candidates was accepted", by_rank),
@@ -175,7 +145,7 @@ def plot(record: dict[str, Any], folder: Path) -> list[Path]:
     written = []
     for temperature in _unique(record["methods"], "temperature"):
         rows = [row for row in record["methods"] if row["temperature"] == temperature]
-        for name, (title, draw) in _PICTURES.items():
+        for name, (title, draw) in PICTURES.items():
             figure = draw(rows)
             if figure is None:
                 continue

@@ -1,10 +1,12 @@
 """The documentation is true: its Python runs, its links resolve, its commands parse, its figures are the files'.
 
-A fenced block marked exactly `python` in `docs/*.md` is executed, the blocks of a file one after the other in one
-namespace. Every `python -m …` in a fenced block or in inline code is parsed by the program's own parser, not run.
+A fenced block marked exactly `python` in the README or in `docs/*.md` is executed, the blocks of a file one after the
+other in one namespace. Every `python -m …` in a fenced block or in inline code is parsed by the program's own parser, not
+run.
 """
 
 import argparse
+import base64
 import importlib.util
 import json
 import re
@@ -20,19 +22,19 @@ from safetensors import safe_open
 
 from benchmarks.shapes import configs
 from dflash_jax import SamplingParams, UserError
-from dflash_jax.config import parse_drafter_config, parse_target_config
+from dflash_jax.config import check_pair, parse_drafter_config, parse_target_config
 from dflash_jax.engine import Engine
 from dflash_jax.loading import BUNDLED_DRAFTER, BUNDLED_TARGET
 from dflash_jax.request import Method
 from dflash_jax.sharding import check_divides
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train.settings import RECIPES, load_draft_recipe, load_target_recipe
-from tests.models import random_target
+from tests.models import random_drafter, random_target
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS = [BUNDLED_TARGET / "README.md", BUNDLED_DRAFTER / "README.md"]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", *DOCS, *CARDS]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS, *CARDS]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 _FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -119,7 +121,7 @@ def test_flags_in_the_prose_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     benchmarks = ("acceptance", "divergence", "kernels", "round")
     for module in ("dflash_jax.generate", "serve", "serve.client", *(f"benchmarks.{name}" for name in benchmarks)):
         known |= parse_command(module, [], monkeypatch)
-    for page in [*DOCS, *CARDS]:
+    for page in [ROOT / "README.md", *DOCS, *CARDS]:
         for code in _INLINE.findall(_FENCE.sub("", page.read_text())):
             flag = re.match(r"--[a-z][\w-]*", code)
             assert flag is None or flag[0] in known, f"{name_of(page)}: no program has {flag[0]}"
@@ -160,8 +162,11 @@ def test_relative_links_resolve(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in DOCS if any(kind == "python" for kind, _ in blocks(page.read_text()))],
-    ids=name_of,
+    [
+        pytest.param(page, id=name_of(page), marks=pytest.mark.slow if page.name == "README.md" else ())
+        for page in PAGES
+        if any(kind == "python" for kind, _ in blocks(page.read_text()))
+    ],
 )
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -263,3 +268,60 @@ def test_depth_tables_agree_with_tau() -> None:
     sums = [1 + sum(float(x) for x in re.findall(r"\.\d\d", row)) for row in rows]
     assert len(taus) == len(sums) == 4
     assert taus == pytest.approx(sums, abs=0.08)
+
+
+# --- what faq.md says that no other test holds ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_engine() -> Engine:
+    target = random_target(3)
+    return Engine(target, random_drafter(target), Tokenizer.from_folder(BUNDLED_TARGET), prefill_chunk=32)
+
+
+@pytest.mark.parametrize("method", ["ar", "dflash", "ddtree"])
+def test_a_target_may_say_the_mask_token(small_engine: Engine, method: Method) -> None:
+    mask = small_engine.drafter.config.mask_token_id
+    params = SamplingParams(max_new_tokens=6, method=method, tree_budget=7, logit_bias=((mask, 1e4),))
+    assert small_engine.generate([[5, 6, 7]], params)[0].token_ids == [mask] * 6
+
+
+def test_a_request_does_not_depend_on_the_one_before(small_engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=24, method="ddtree", tree_budget=7)
+    first, other, again = (small_engine.generate([ids], params)[0].token_ids for ids in ([5, 6], [9] * 40, [5, 6]))
+    assert first == again != other
+
+
+def test_a_drafter_of_another_model_is_named() -> None:
+    drafter = configs("bundled")[1]
+    with pytest.raises(UserError) as caught:
+        check_pair(random_target(1).config, drafter)
+    assert f"`{str(caught.value).removeprefix('drafter: ')}`" in (ROOT / "docs" / "faq.md").read_text()
+
+
+# --- pages made by programs ----------------------------------------------------------------------------------------
+
+
+def test_the_api_page_is_that_of_the_docstrings() -> None:
+    made = runpy.run_path(str(ROOT / "tools" / "api_docs.py"))["page"]()
+    assert made == (ROOT / "docs" / "api.md").read_text(), "run python tools/api_docs.py"
+
+
+def test_the_readmes_figure_is_that_of_the_notebook() -> None:
+    notebook = json.loads((ROOT / "notebooks" / "02_inside_a_round.ipynb").read_text())
+    outputs = [out for cell in notebook["cells"] for out in cell.get("outputs", [])]
+    pictures = [base64.b64decode(out["data"]["image/png"]) for out in outputs if "image/png" in out.get("data", {})]
+    assert (ROOT / "docs" / "images" / "token_tree.png").read_bytes() in pictures, "run python -m notebooks.build"
+
+
+def test_headings_that_links_name_exist() -> None:
+    """Anchors are GitHub's: lower case, blanks to hyphens, punctuation dropped."""
+    for page in PAGES:
+        for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+            path, _, anchor = link.partition("#")
+            if not anchor or "://" in link:
+                continue
+            text = (page.parent / path if path else page).read_text()
+            titles = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in anchors, f"{name_of(page)}: {link} names no heading"

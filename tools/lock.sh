@@ -25,7 +25,7 @@ compile() { # OUTPUT INPUT [uv option ...]
 }
 
 compile locks/dev.txt pyproject.toml --group build \
-    --extra cpu --extra serve --extra train --extra notebooks --extra dev "$@"
+    --extra cpu --extra serve --extra train --extra plots --extra notebooks --extra dev "$@"
 compile locks/runtime.txt pyproject.toml --group build --constraints locks/dev.txt --extra cpu "$@"
 compile locks/cuda12.txt pyproject.toml --group build --constraints locks/dev.txt --extra cuda12 "$@"
 compile locks/cuda13.txt pyproject.toml --group build --constraints locks/dev.txt --extra cuda13 "$@"
