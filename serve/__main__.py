@@ -26,6 +26,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--cache-tokens", type=int, metavar="N",
         help="tokens of all requests together that the caches hold (default: --max-slots times --max-model-len)",
     )
+    parser.add_argument(
+        "--prefix-cache-mib", type=int, default=0, metavar="N",
+        help="device memory for the states of prompts that later ones may begin with; 0 is no prefix cache",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=50051, help="0 takes one that is free")
     parser.add_argument("--token-file", type=Path, help="bearer tokens, one a line, one of which each call must have")
@@ -77,6 +81,7 @@ async def _serve(args: argparse.Namespace) -> None:
     server = Server(
         engine, args.host, args.port, args.max_queue,
         warm_up=args.warm_up, tokens=tokens, credentials=credentials, pages=pages,
+        prefix_bytes=args.prefix_cache_mib << 20,
     )  # fmt: skip
     starting = asyncio.create_task(server.start())
     waiting = asyncio.create_task(stopping.wait())
@@ -99,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(
                 "--max-slots must be at least 1, --max-queue and --drain-seconds at least 0, --port 0 to 65535"
             )
+        if args.prefix_cache_mib < 0:
+            raise UserError(f"--prefix-cache-mib must be 0 (off) or more, found {args.prefix_cache_mib}")
         asyncio.run(_serve(args))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -131,6 +131,7 @@ class Server:
         tokens: Sequence[str] = (),
         credentials: grpc.ServerCredentials | None = None,
         pages: int | None = None,
+        prefix_bytes: int = 0,
     ):
         """Not listening yet; call it in a running event loop.
 
@@ -142,10 +143,10 @@ class Server:
           warm_up: one of `WARM_UPS`: what is compiled before the server is healthy.
           tokens: one of which every call must bear, health checks aside; none if empty.
           credentials: for TLS; None for plain text.
-          pages: see `Engine.scheduler`.
+          pages, prefix_bytes: see `Engine.scheduler`.
 
         Raises:
-          UserError: the port cannot be had.
+          UserError: the port cannot be had, or the memory for prefixes holds none.
         """
         self._warm_up_for = warm_up
         options = [
@@ -171,7 +172,7 @@ class Server:
         def lost() -> None:
             loop.call_soon_threadsafe(self._lost.set)
 
-        self._worker = Worker(engine, max_queue, lost, pages)
+        self._worker = Worker(engine, max_queue, lost, pages, prefix_bytes)
         self._watch: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
         pb_grpc.add_DFlashServicer_to_server(Service(self._worker), self._server)
@@ -210,6 +211,8 @@ class Server:
         if self._warm_up_for == "none":
             return
         loop, engine = asyncio.get_running_loop(), self._worker.engine
+        # Longer than a page, so that a prefix is kept and found: those are programs too.
+        prompt = [0] * max(1, min(engine.page_size + 1, engine.max_model_len - 2))
         for params in messages.warm_up_params(engine, everything=self._warm_up_for == "all"):
             done: asyncio.Future[None] = loop.create_future()
 
@@ -219,5 +222,5 @@ class Server:
                 elif item.completion is not None:
                     loop.call_soon_threadsafe(done.set_result, None)
 
-            self._worker.submit(engine.request([0], params), deliver)
+            self._worker.submit(engine.request(prompt, params), deliver)
             await done

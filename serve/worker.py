@@ -39,14 +39,17 @@ class Stats:
     pages_free: int
     page_size: int
     preemptions: int
+    prefix_hits: int
+    prefix_misses: int
+    prefixes: int
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Stats":
         """Of a scheduler; on its own thread."""
-        pool = scheduler.pool
+        pool, kept = scheduler.pool, scheduler.prefixes
         return cls(
             scheduler.slots, scheduler.running, scheduler.waiting, pool.pages, pool.free, pool.page_size,
-            scheduler.preemptions,
+            scheduler.preemptions, *((0, 0, 0) if kept is None else (kept.hits, kept.misses, len(kept))),
         )  # fmt: skip
 
 
@@ -76,17 +79,25 @@ class Worker:
     """
 
     def __init__(
-        self, engine: Engine, max_queue: int, on_lost: Callable[[], None] = lambda: None, pages: int | None = None
+        self,
+        engine: Engine,
+        max_queue: int,
+        on_lost: Callable[[], None] = lambda: None,
+        pages: int | None = None,
+        prefix_bytes: int = 0,
     ):
         """Starts the thread.
 
         Args:
           engine: used by this thread alone from now on (`Engine.request` aside, which only reads).
           max_queue: requests that may wait beside those in slots.
-          pages: see `Engine.scheduler`.
+          pages, prefix_bytes: see `Engine.scheduler`.
           on_lost: called on the thread when it ends because the engine is lost; all requests have been told by then.
+
+        Raises:
+          UserError: the memory for prefixes does not hold the state of one.
         """
-        self.engine, self._on_lost, self._pages = engine, on_lost, pages
+        self.engine, self._on_lost, self._pages, self._prefix_bytes = engine, on_lost, pages, prefix_bytes
         self._scheduler = self._new_scheduler()
         self.stats = Stats.of(self._scheduler)
         self._limit = self._scheduler.slots + max_queue
@@ -138,8 +149,9 @@ class Worker:
     def _new_scheduler(self) -> Scheduler:
         engine = self.engine
         return engine.scheduler(
-            engine.max_slots, engine.max_model_len, burst=1, interleave=True, few_programs=True, pages=self._pages
-        )
+            engine.max_slots, engine.max_model_len, burst=1, interleave=True, few_programs=True, pages=self._pages,
+            prefix_bytes=self._prefix_bytes,
+        )  # fmt: skip
 
     def _run(self) -> None:
         try:

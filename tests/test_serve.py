@@ -325,7 +325,9 @@ def test_the_client_says_that_there_is_no_server(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.startswith("error: UNAVAILABLE from 127.0.0.1:1: ")
 
 
-def test_flags_that_cannot_be_are_one_line(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_cannot_be_are_one_line(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from serve.__main__ import main
 
     words = ["--model", str(pair[0]), "--draft-model", str(pair[1]), "--max-model-len", "512", "--cache-tokens", "448"]
@@ -335,3 +337,9 @@ def test_flags_that_cannot_be_are_one_line(pair: tuple[Path, Path], capsys: pyte
     assert main(["--max-slots", "0"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --max-slots must be at least 1") and err.count("\n") == 1
+    assert main(["--prefix-cache-mib", "-1"]) == 2
+    assert capsys.readouterr().err == "error: --prefix-cache-mib must be 0 (off) or more, found -1\n"
+    monkeypatch.setattr(Engine, "prefix_state_bytes", lambda self: 5 << 20)
+    assert main([*words[:-2], "--prefix-cache-mib", "4"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert lines == ["error: --prefix-cache-mib must hold a state of 5.0 MiB, found 4.0"]

@@ -81,7 +81,10 @@ def test_callers_get_what_they_get_alone(worker: Worker, expected: dict[int, lis
     callers = {n: Caller(worker, n) for n in expected}
     assert {n: caller.ids() for n, caller in callers.items()} == expected
     wait_for(lambda: at_rest(worker))
-    assert worker.stats == Stats(slots=2, running=0, waiting=0, pages=16, pages_free=16, page_size=64, preemptions=0)
+    assert worker.stats == Stats(
+        slots=2, running=0, waiting=0, pages=16, pages_free=16, page_size=64, preemptions=0,
+        prefix_hits=0, prefix_misses=0, prefixes=0,
+    )  # fmt: skip
 
 
 def test_a_full_line_is_said_at_once(worker: Worker, expected: dict[int, list[int]]) -> None:

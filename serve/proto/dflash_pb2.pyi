@@ -169,7 +169,7 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "method", "tree_budget", "rounds", "mean_accepted_length", "accepted_length_histogram", "prefill_seconds", "decode_seconds", "tree_budgets")
+    __slots__ = ("prompt_tokens", "completion_tokens", "method", "tree_budget", "rounds", "mean_accepted_length", "accepted_length_histogram", "prefill_seconds", "decode_seconds", "tree_budgets", "cached_tokens")
     class TreeBudgetsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,7 @@ class Usage(_message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TREE_BUDGETS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     method: str
@@ -197,7 +198,8 @@ class Usage(_message.Message):
     prefill_seconds: float
     decode_seconds: float
     tree_budgets: _containers.ScalarMap[int, int]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., method: _Optional[str] = ..., tree_budget: _Optional[int] = ..., rounds: _Optional[int] = ..., mean_accepted_length: _Optional[float] = ..., accepted_length_histogram: _Optional[_Iterable[int]] = ..., prefill_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., tree_budgets: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., method: _Optional[str] = ..., tree_budget: _Optional[int] = ..., rounds: _Optional[int] = ..., mean_accepted_length: _Optional[float] = ..., accepted_length_histogram: _Optional[_Iterable[int]] = ..., prefill_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., tree_budgets: _Optional[_Mapping[int, int]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("input",)
@@ -240,7 +242,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "device", "uptime_seconds", "slots", "running", "waiting", "pages", "pages_free", "page_size", "preemptions")
+    __slots__ = ("version", "device", "uptime_seconds", "slots", "running", "waiting", "pages", "pages_free", "page_size", "preemptions", "prefix_hits", "prefix_misses", "prefixes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +253,9 @@ class GetServerInfoResponse(_message.Message):
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_MISSES_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     uptime_seconds: float
@@ -261,4 +266,7 @@ class GetServerInfoResponse(_message.Message):
     pages_free: int
     page_size: int
     preemptions: int
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    prefix_hits: int
+    prefix_misses: int
+    prefixes: int
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prefix_misses: _Optional[int] = ..., prefixes: _Optional[int] = ...) -> None: ...
