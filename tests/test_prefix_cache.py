@@ -83,7 +83,6 @@ def test_the_longest_prefix_is_found_and_the_oldest_goes_first():
     assert short is not None and short.tokens == 2 * PAGE
     assert cache.find(tokens, "b") is None and cache.find(tokens[1:], "a") is None
     assert cache.find([*tokens[:PAGE], tokens[PAGE] ^ 1, *tokens[PAGE + 1 :]], "a") is None
-    assert (cache.hits, cache.misses) == (2, 3)
     other = pool.allocate(PAGE)
     cache.find(tokens[: 3 * PAGE], "a")  # now the longer one was used longest ago
     assert cache.add(text(PAGE, 1), "a", other) == found.place and len(cache) == 2
@@ -136,6 +135,29 @@ def test_requests_that_share_a_beginning(places: int, pages: int | None):
     assert one.prefixes is not None and len(one.prefixes) <= places
     one.close()
     assert one.pool.free == one.pool.pages
+
+
+def test_prefixes_do_not_go_in_vain():
+    """A request that waits for the pages of others drops nothing, looks its prompt up once, and counts as one hit."""
+    one = scheduler(8, pages=12)
+    (first,) = serve(one, [text(60, 1)], AR)
+    running = engine().request(text(100), dataclasses.replace(AR, max_new_tokens=30))
+    waiting = engine().request(text(60, 1), dataclasses.replace(AR, max_new_tokens=40))
+    one.submit(running)
+    one.submit(waiting)
+    assert one.prefixes is not None
+    keys, asked = one.prefixes._keys, []
+    one.prefixes._keys = lambda tokens, kind: asked.append(len(tokens)) or keys(tokens, kind)  # type: ignore[method-assign]
+    result = None
+    while one.busy:
+        for request, chunk in one.step():
+            result = chunk.completion if request is waiting else result
+        one.check()
+    assert result is not None and result.cached_tokens == 48 and result.token_ids[:8] == first.token_ids
+    assert (one.prefixes.hits, one.prefixes.misses) == (1, 2)
+    # A look-up when it came, at most one more for each prefix that the other one kept, and one when that had ended.
+    assert asked.count(60) <= 4
+    one.close()
 
 
 def test_methods_do_not_share_what_only_one_of_them_has():
