@@ -2,8 +2,11 @@
 
 Keys and values of a prefix stay where they are, in pages that requests share and nobody writes: a prefix ends with a
 page. The drafter's context lies in pages of the same numbers, so it is shared with them. A recurrent state has no
-pages: at chosen ends of prefixes (`PrefixCache.ends`) one slot's part of the decode state is copied to a store of its
+pages: at chosen ends of prefixes (`PrefixCache.end`) one slot's part of the decode state is copied to a store of its
 own, and back when a prompt begins with the same tokens. A prefix is found by a hash of all its tokens, a block a page.
+
+The draft head's last entry of a prefix is the exception: it depends on the token after the prefix, so that who goes on
+from there writes it, for all who share the page. Drafts may be worse for it, tokens cannot be others.
 
 The cache holds its pages as requests do. Those used longest ago go first, when the store is full or pages run out.
 """

@@ -91,7 +91,8 @@ class Scheduler:
         self._burst, self._interleave, self._few_programs = burst, interleave, few_programs
         self._lazy, self.preemptions = lazy, 0
         interval = CHUNKS_PER_PREFIX * engine.prefill_chunk
-        self.prefixes = PrefixCache(self.pool, prefixes, interval) if prefixes else None
+        # The prefixes kept all end in different pages, so there are never more of them.
+        self.prefixes = PrefixCache(self.pool, min(prefixes, self.pool.pages), interval) if prefixes else None
         self._store: DecodeState | None = None  # the states of the prefixes, one a slot
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}  # by slot

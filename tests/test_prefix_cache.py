@@ -10,10 +10,10 @@ from dflash_jax import Completion, Engine, SamplingParams, UserError
 from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.pages import PagePool
-from dflash_jax.prefix_cache import PrefixCache
+from dflash_jax.prefix_cache import Prefix, PrefixCache
 from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
-from tests.models import VOCAB, random_drafter, random_mtp, random_target
+from tests.models import FULL, VOCAB, random_drafter, random_mtp, random_target
 
 PAGE, CHUNK = 16, 32
 AR = SamplingParams(max_new_tokens=8, method="ar", ignore_eos=True)
@@ -202,3 +202,25 @@ def test_a_cache_that_holds_no_state_is_refused():
         engine().scheduler(1, 100, prefix_bytes=size - 1)
     one = engine().scheduler(1, 100, prefix_bytes=3 * size)
     assert one.prefixes is not None and one.prefixes.places == 3
+
+
+def test_without_recurrent_layers_there_is_a_place_a_page():
+    """Their states are next to nothing, and more prefixes than pages there cannot be."""
+    target = random_target(3, layer_types=(FULL,) * 4)
+    dense = Engine(target, None, Tokenizer.from_folder(BUNDLED_TARGET), page_size=PAGE, prefill_chunk=CHUNK)
+    one = dense.scheduler(1, 120, prefix_bytes=2**20)
+    assert one.prefixes is not None and one.prefixes.places == one.pool.pages
+    prompt = text(60)
+    done = []
+    for _ in range(2):
+        one.submit(dense.request(prompt, AR))
+        while one.busy:
+            done += [chunk.completion for _, chunk in one.step() if chunk.completion is not None]
+    assert [c.cached_tokens for c in done] == [0, 48] and done[0].token_ids == done[1].token_ids
+
+
+def test_what_a_preempted_request_finds_again_was_not_cached():
+    request = engine().request(text(100), AR)
+    request.begin(0, [0, 1], None)
+    request.begin(0, [0, 1], Prefix(96, (0,), 0))
+    assert (request.prefilled, request.cached) == (96, 0)
