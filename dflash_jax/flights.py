@@ -75,7 +75,7 @@ class Request:
         """Gives it a slot, in which it reads all but the prefix, of a histogram that counts from 0."""
         self.slot, self.pages, self.prefix = slot, pages, prefix
         self.prefilled = 0 if prefix is None else prefix.tokens
-        if not self.emitted:
+        if not self.reads:  # it has not been here before
             self.cached = self.prefilled
         self.reads, self.slot_histogram = self.prompt + self.emitted, np.zeros((1,), int)
 

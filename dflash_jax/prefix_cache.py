@@ -2,8 +2,11 @@
 
 Keys and values of a prefix stay where they are, in pages that requests share and nobody writes: a prefix ends with a
 page. The drafter's context lies in pages of the same numbers, so it is shared with them. A recurrent state has no
-pages: at chosen ends of prefixes (`PrefixCache.ends`) one slot's part of the decode state is copied to a store of its
+pages: at chosen ends of prefixes (`PrefixCache.end`) one slot's part of the decode state is copied to a store of its
 own, and back when a prompt begins with the same tokens. A prefix is found by a hash of all its tokens, a block a page.
+
+The draft head's last entry of a prefix is the exception: it depends on the token after the prefix, so that who goes on
+from there writes it, for all who share the page. Drafts may be worse for it, tokens cannot be others.
 
 The cache holds its pages as requests do. Those used longest ago go first, when the store is full or pages run out.
 """
@@ -38,7 +41,8 @@ class PrefixCache:
 
     Attributes:
       places: prefixes that can be kept at once.
-      hits, misses: prompts that began with one, and that did not.
+      added: prefixes kept so far.
+      hits, misses: requests admitted that began with one, and that did not; their scheduler counts them.
     """
 
     def __init__(self, pool: PagePool, places: int, interval: int):
@@ -53,7 +57,7 @@ class PrefixCache:
         self._interval = max(interval // pool.page_size, 1) * pool.page_size
         self._kept: collections.OrderedDict[bytes, Prefix] = collections.OrderedDict()  # newest last
         self._free = list(range(places - 1, -1, -1))
-        self.hits = self.misses = 0
+        self.added = self.hits = self.misses = 0
 
     def __len__(self) -> int:
         """Prefixes kept."""
@@ -63,6 +67,12 @@ class PrefixCache:
     def held(self) -> list[int]:
         """Its pages; one that several prefixes share is named by each."""
         return [page for prefix in self._kept.values() for page in prefix.pages]
+
+    @property
+    def evictable(self) -> int:
+        """Pages that would be free without any prefix: those that nobody shares with the cache."""
+        held = collections.Counter(self.held)
+        return sum(self._pool.holders(page) == count for page, count in held.items())
 
     def end(self, start: int, stop: int, length: int) -> int:
         """Where a chunk that begins at token `start` and may go on to `stop` must end, for a state to be kept there.
@@ -95,11 +105,8 @@ class PrefixCache:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 found = self._kept[key]
-        if found is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._pool.share(found.pages)
+        if found is not None:
+            self._pool.share(found.pages)
         return found
 
     def add(self, tokens: Sequence[int], kind: object, pages: Sequence[int]) -> int | None:
@@ -120,6 +127,7 @@ class PrefixCache:
         prefix = Prefix(len(tokens), tuple(pages[:count]), self._free.pop())
         self._pool.share(prefix.pages)
         self._kept[key] = prefix
+        self.added += 1
         return prefix.place
 
     def evict(self) -> bool:

@@ -153,8 +153,9 @@ def slot_settings(
             jnp.float32(params.repetition_penalty),
             jnp.float32(params.presence_penalty),
             jnp.float32(params.frequency_penalty),
-            prompt=jnp.bincount(jnp.asarray(cached, jnp.int32), length=vocab) > 0,
-            counts=jnp.bincount(jnp.asarray(emitted, jnp.int32), length=vocab).astype(jnp.int32),
+            # By the host: the device would compile for every length.
+            prompt=np.bincount(np.asarray(cached, np.int32), minlength=vocab) > 0,
+            counts=np.bincount(np.asarray(emitted, np.int32), minlength=vocab).astype(np.int32),
         )
     if needs.bias:
         row = np.zeros((vocab,), np.float32)

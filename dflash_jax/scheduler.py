@@ -91,7 +91,8 @@ class Scheduler:
         self._burst, self._interleave, self._few_programs = burst, interleave, few_programs
         self._lazy, self.preemptions = lazy, 0
         interval = CHUNKS_PER_PREFIX * engine.prefill_chunk
-        self.prefixes = PrefixCache(self.pool, prefixes, interval) if prefixes else None
+        # The prefixes kept all end in different pages, so there are never more of them.
+        self.prefixes = PrefixCache(self.pool, min(prefixes, self.pool.pages), interval) if prefixes else None
         self._store: DecodeState | None = None  # the states of the prefixes, one a slot
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}  # by slot
@@ -102,6 +103,7 @@ class Scheduler:
         self.needs: SamplingNeeds | None = None
         self._logprobs = False
         self._landed = 0.0  # when the newest results had come
+        self._refused: tuple[Any, ...] = ()  # a request for which there were too few pages, and when that was
 
     # ---------------------------------------------------------------- from outside
 
@@ -142,6 +144,7 @@ class Scheduler:
             self._release([request])
         elif request in self._waiting:
             self._waiting.remove(request)
+            self._refused = ()
 
     def close(self) -> None:
         """Cancels everything and gives the state back to the engine, which the next scheduler may use."""
@@ -150,6 +153,7 @@ class Scheduler:
         self._flying.clear()
         if self.prefixes is not None:
             self.prefixes.clear()
+            self._store = None
         self._give_back_state()
 
     def step(self) -> list[tuple[Request, Chunk]]:
@@ -250,7 +254,11 @@ class Scheduler:
     def _take_pages(self, request: Request, find: bool) -> tuple[list[int], Prefix | None] | None:
         """Pages for a request's admission, the first of them those of a kept prefix; None if there are too few."""
         tokens = self._pages_until(request, []) if self._lazy else request.tokens
-        prefix = None
+        prefix, added = None, 0 if self.prefixes is None else self.prefixes.added
+        # A long prompt takes milliseconds to look up: once, and not each step, as long as nothing has changed.
+        now = (request, request.known, self.pool.free, added)
+        if now == self._refused:
+            return None
         if find and self.prefixes is not None:
             prefix = self.prefixes.find(request.prompt + request.emitted, self._kind(request))
         shared = [] if prefix is None else list(prefix.pages)
@@ -258,14 +266,21 @@ class Scheduler:
         # Who has just been admitted should not be the first to lose its pages again.
         if not self._make_room(missing + (len(self._running) if self._lazy else 0)):
             self.pool.release(shared)
+            self._refused = now
             return None
+        if self.prefixes is not None:
+            self.prefixes.hits += prefix is not None
+            self.prefixes.misses += prefix is None
         return shared + self.pool.allocate(missing * self.pool.page_size), prefix
 
     def _make_room(self, pages: int) -> bool:
-        """Drops kept prefixes until so many pages are free; whether they are."""
+        """Drops kept prefixes until so many pages are free; whether they are. In vain none is dropped."""
+        if pages <= self.pool.free:
+            return True
+        if self.prefixes is None or pages > self.pool.free + self.prefixes.evictable:
+            return False
         while pages > self.pool.free:
-            if self.prefixes is None or not self.prefixes.evict():
-                return False
+            self.prefixes.evict()
         return True
 
     @staticmethod
@@ -321,6 +336,7 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.clear()  # pages of another state
             size = self.pool.page_size
+            self._store = None  # not two of them at once
             self._store = self.engine.new_state(self.prefixes.places, size, 1, spec)
 
     def _give_back_state(self) -> None:
@@ -521,6 +537,7 @@ class Scheduler:
                 self._prefilling.remove(request)
             request.slot, request.pages = None, []
         if requests:
+            self._refused = ()
             assert self._state is not None
             self._state = self.engine.programs.release(self._state, slots)
 

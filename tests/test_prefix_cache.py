@@ -10,10 +10,10 @@ from dflash_jax import Completion, Engine, SamplingParams, UserError
 from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.pages import PagePool
-from dflash_jax.prefix_cache import PrefixCache
+from dflash_jax.prefix_cache import Prefix, PrefixCache
 from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
-from tests.models import VOCAB, random_drafter, random_mtp, random_target
+from tests.models import FULL, VOCAB, random_drafter, random_mtp, random_target
 
 PAGE, CHUNK = 16, 32
 AR = SamplingParams(max_new_tokens=8, method="ar", ignore_eos=True)
@@ -83,7 +83,6 @@ def test_the_longest_prefix_is_found_and_the_oldest_goes_first():
     assert short is not None and short.tokens == 2 * PAGE
     assert cache.find(tokens, "b") is None and cache.find(tokens[1:], "a") is None
     assert cache.find([*tokens[:PAGE], tokens[PAGE] ^ 1, *tokens[PAGE + 1 :]], "a") is None
-    assert (cache.hits, cache.misses) == (2, 3)
     other = pool.allocate(PAGE)
     cache.find(tokens[: 3 * PAGE], "a")  # now the longer one was used longest ago
     assert cache.add(text(PAGE, 1), "a", other) == found.place and len(cache) == 2
@@ -138,6 +137,29 @@ def test_requests_that_share_a_beginning(places: int, pages: int | None):
     assert one.pool.free == one.pool.pages
 
 
+def test_prefixes_do_not_go_in_vain():
+    """A request that waits for the pages of others drops nothing, looks its prompt up once, and counts as one hit."""
+    one = scheduler(8, pages=12)
+    (first,) = serve(one, [text(60, 1)], AR)
+    running = engine().request(text(100), dataclasses.replace(AR, max_new_tokens=30))
+    waiting = engine().request(text(60, 1), dataclasses.replace(AR, max_new_tokens=40))
+    one.submit(running)
+    one.submit(waiting)
+    assert one.prefixes is not None
+    keys, asked = one.prefixes._keys, []
+    one.prefixes._keys = lambda tokens, kind: asked.append(len(tokens)) or keys(tokens, kind)  # type: ignore[method-assign]
+    result = None
+    while one.busy:
+        for request, chunk in one.step():
+            result = chunk.completion if request is waiting else result
+        one.check()
+    assert result is not None and result.cached_tokens == 48 and result.token_ids[:8] == first.token_ids
+    assert (one.prefixes.hits, one.prefixes.misses) == (1, 2)
+    # A look-up when it came, at most one more for each prefix that the other one kept, and one when that had ended.
+    assert asked.count(60) <= 4
+    one.close()
+
+
 def test_methods_do_not_share_what_only_one_of_them_has():
     """Autoregressive prompts leave no context for a drafter."""
     one, prompt = scheduler(8), text(100)
@@ -180,3 +202,25 @@ def test_a_cache_that_holds_no_state_is_refused():
         engine().scheduler(1, 100, prefix_bytes=size - 1)
     one = engine().scheduler(1, 100, prefix_bytes=3 * size)
     assert one.prefixes is not None and one.prefixes.places == 3
+
+
+def test_without_recurrent_layers_there_is_a_place_a_page():
+    """Their states are next to nothing, and more prefixes than pages there cannot be."""
+    target = random_target(3, layer_types=(FULL,) * 4)
+    dense = Engine(target, None, Tokenizer.from_folder(BUNDLED_TARGET), page_size=PAGE, prefill_chunk=CHUNK)
+    one = dense.scheduler(1, 120, prefix_bytes=2**20)
+    assert one.prefixes is not None and one.prefixes.places == one.pool.pages
+    prompt = text(60)
+    done = []
+    for _ in range(2):
+        one.submit(dense.request(prompt, AR))
+        while one.busy:
+            done += [chunk.completion for _, chunk in one.step() if chunk.completion is not None]
+    assert [c.cached_tokens for c in done] == [0, 48] and done[0].token_ids == done[1].token_ids
+
+
+def test_what_a_preempted_request_finds_again_was_not_cached():
+    request = engine().request(text(100), AR)
+    request.begin(0, [0, 1], None)
+    request.begin(0, [0, 1], Prefix(96, (0,), 0))
+    assert (request.prefilled, request.cached) == (96, 0)

@@ -231,3 +231,14 @@ def test_what_no_engine_can_serve() -> None:
         engine().generate([PROMPTS[0]], dataclasses.replace(BASE, logit_bias=((96, 1.0),)))
     with pytest.raises(UserError, match="--draft-sampling must be one of greedy, probabilistic"):
         SamplingParams(draft_sampling="both")  # type: ignore[arg-type]
+
+
+def test_what_a_slot_goes_on_with_compiles_nothing():
+    """Texts and prompts of any length: a server would stall for each new one."""
+    params = SamplingParams(repetition_penalty=1.5)
+    slot_settings(params, EVERYTHING, 50, [3], [4])
+    with jax.no_tracing():
+        row = slot_settings(params, EVERYTHING, 50, [3, 3, 5], [4, 9, 9, 9])
+    assert row.penalties is not None
+    assert np.flatnonzero(row.penalties.prompt).tolist() == [4, 9]
+    assert {i: int(n) for i, n in enumerate(row.penalties.counts) if n} == {3: 2, 5: 1}
