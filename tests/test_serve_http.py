@@ -371,6 +371,34 @@ def test_the_end_lets_a_stream_finish(engine: Engine, running: Running) -> None:
         httpx2.get(f"{one.url}/health")
 
 
+def test_openais_own_client(http: httpx2.Client, running: Running, chat_text: Completion) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list().data
+        assert client.models.retrieve(model.id) == model
+        asked = {"model": model.id, "temperature": 0, "max_tokens": 16, "extra_body": {"method": "dflash"}}
+        answer = client.chat.completions.create(messages=TURNS, **asked, logprobs=True, top_logprobs=2)
+        assert answer.choices[0].message.content == chat_text.text
+        assert (answer.usage.completion_tokens, answer.usage.rounds) == (16, chat_text.rounds)
+        assert len(answer.choices[0].logprobs.content) == 16 and answer.choices[0].finish_reason == "length"
+        stop = chat_text.text[4:7]
+        cut = client.chat.completions.create(messages=TURNS, **asked, stop=[stop]).choices[0]
+        assert (cut.message.content, cut.finish_reason) == (chat_text.text[: chat_text.text.index(stop)], "stop")
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        pieces = list(client.chat.completions.create(messages=TURNS, **asked, **options))
+        assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == chat_text.text
+        assert pieces[-1].usage.completion_tokens == 16
+        prompt = running.server._front.engine.encode_chat(TURNS)
+        assert client.completions.create(prompt=prompt, **asked).choices[0].text == chat_text.text
+        texts = client.completions.create(prompt=prompt, **asked, stream=True)
+        assert "".join(piece.choices[0].text for piece in texts) == chat_text.text
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(messages=TURNS, **asked | {"temperature": -1})
+        assert caught.value.param == "temperature" and "temperature must be 0" in caught.value.message
+        with pytest.raises(openai.NotFoundError, match="this server has"):
+            client.chat.completions.create(messages=TURNS, **asked | {"model": "other"})
+
+
 def test_a_port_in_use_is_one_line(engine: Engine, running: Running) -> None:
     port = int(running.url.rsplit(":", 1)[1])
 
