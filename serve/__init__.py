@@ -1,1 +1,1 @@
-"""The server: the engine as a gRPC service."""
+"""The server: the engine as a service over gRPC and HTTP."""

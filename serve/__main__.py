@@ -1,4 +1,4 @@
-"""`python -m serve`: loads a model and serves it over gRPC until SIGTERM or SIGINT, which let calls finish."""
+"""`python -m serve`: loads a model and serves it over gRPC, and HTTP if asked to, until SIGTERM or SIGINT."""
 
 import argparse
 import asyncio
@@ -32,6 +32,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=50051, help="0 takes one that is free")
+    parser.add_argument(
+        "--http-port", type=int, metavar="PORT", help="speak OpenAI's HTTP protocol there too; 0 takes one that is free"
+    )
     parser.add_argument("--token-file", type=Path, help="bearer tokens, one a line, one of which each call must have")
     parser.add_argument("--tls-cert", type=Path, help="PEM file of the server's certificate (and its chain)")
     parser.add_argument("--tls-key", type=Path, help="PEM file of its private key")
@@ -81,13 +84,16 @@ async def _serve(args: argparse.Namespace) -> None:
     server = Server(
         engine, args.host, args.port, args.max_queue,
         warm_up=args.warm_up, tokens=tokens, credentials=credentials, pages=pages,
-        prefix_bytes=args.prefix_cache_mib << 20,
+        prefix_bytes=args.prefix_cache_mib << 20, http_port=args.http_port,
+        http_tls=None if credentials is None else (args.tls_cert, args.tls_key, args.tls_client_ca),
     )  # fmt: skip
     starting = asyncio.create_task(server.start())
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
         starting.result()  # raises what went wrong
+        if server.http is not None:
+            print(f"OpenAI's protocol on {args.host}:{server.http.port}", flush=True)
         print(f"serving {engine.names[0]} on {args.host}:{server.port}", flush=True)
     await waiting
     logging.info("shutting down: calls have %g s to finish", args.drain_seconds)
@@ -104,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(
                 "--max-slots must be at least 1, --max-queue and --drain-seconds at least 0, --port 0 to 65535"
             )
+        if args.http_port is not None and not 0 <= args.http_port < 1 << 16:
+            raise UserError(f"--http-port must be 0 to 65535, found {args.http_port}")
         if args.prefix_cache_mib < 0:
             raise UserError(f"--prefix-cache-mib must be 0 (off) or more, found {args.prefix_cache_mib}")
         asyncio.run(_serve(args))

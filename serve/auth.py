@@ -90,6 +90,20 @@ def read_tokens(path: Path) -> list[str]:
     return tokens
 
 
+class Tokens:
+    """The tokens, one of which admits."""
+
+    def __init__(self, tokens: Sequence[str]):
+        self._digests = [_digest(token) for token in tokens]
+
+    def admit(self, header: str) -> bool:
+        """Whether the value of an authorization header has one of them."""
+        scheme, _, token = header.partition(" ")
+        # All are compared, and digests of one length, so that the time tells nothing.
+        found = [hmac.compare_digest(_digest(token.strip()), known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(found)
+
+
 class BearerToken(grpc.aio.ServerInterceptor):
     """Answers UNAUTHENTICATED unless a call carries `authorization: Bearer TOKEN` with one of the tokens.
 
@@ -98,19 +112,14 @@ class BearerToken(grpc.aio.ServerInterceptor):
 
     def __init__(self, tokens: Sequence[str], exempt: Sequence[str]):
         """With the tokens, and the services that need none."""
-        self._digests = [_digest(token) for token in tokens]
+        self._tokens = Tokens(tokens)
         self._exempt = tuple(f"/{service}/" for service in exempt)
 
     def _admits(self, details: grpc.HandlerCallDetails) -> bool:
         if details.method.startswith(self._exempt):
             return True
         given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
-        if len(given) != 1 or not isinstance(given[0], str):
-            return False
-        scheme, _, token = given[0].partition(" ")
-        # All are compared, and digests of one length, so that the time tells nothing.
-        found = [hmac.compare_digest(_digest(token.strip()), known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(found)
+        return len(given) == 1 and isinstance(given[0], str) and self._tokens.admit(given[0])
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails

@@ -28,10 +28,7 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
       UserError: a value that no request can have.
     """
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
-    if len(message.stop) > MAX_STOPS:
-        raise UserError(f"--stop takes at most {MAX_STOPS} strings, found {len(message.stop)}")
-    if len(message.logit_bias) > MAX_LOGIT_BIASES:
-        raise UserError(f"--logit-bias takes at most {MAX_LOGIT_BIASES} tokens, found {len(message.logit_bias)}")
+    check_host_work(len(message.stop), len(message.logit_bias))
     # An enum of proto3 admits numbers that have no name.
     for name, known in (("method", _METHODS), ("draft_sampling", _DRAFT_SAMPLING)):
         number = getattr(message, name)
@@ -41,6 +38,18 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     values["stop"] = tuple(message.stop)
     values["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     return SamplingParams(**values)
+
+
+def check_host_work(stops: int, biases: int) -> None:
+    """Refuses more stop strings or logit biases than a server looks at for each token.
+
+    Raises:
+      UserError: too many.
+    """
+    if stops > MAX_STOPS:
+        raise UserError(f"--stop takes at most {MAX_STOPS} strings, found {stops}")
+    if biases > MAX_LOGIT_BIASES:
+        raise UserError(f"--logit-bias takes at most {MAX_LOGIT_BIASES} tokens, found {biases}")
 
 
 def check_served(engine: Engine, params: SamplingParams) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -19,6 +20,8 @@ from dflash_jax.flights import Request
 from dflash_jax.request import Chunk
 from serve import messages
 from serve.auth import BearerToken
+from serve.front import Front
+from serve.http import HttpServer, make_app
 from serve.interceptors import Readable
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
@@ -38,21 +41,14 @@ class Service:
     Not a subclass of the generated one, so that a method that is missing is an error when the server is made.
     """
 
-    def __init__(self, worker: Worker):
-        self._worker, self._engine = worker, worker.engine
+    def __init__(self, front: Front):
+        self._front, self._engine = front, front.engine
         self._started = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """See dflash.proto."""
-        loop = asyncio.get_running_loop()
-        items: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-
-        def deliver(item: Chunk | Exception) -> None:
-            loop.call_soon_threadsafe(items.put_nowait, item)
-
         try:
-            checked = await asyncio.to_thread(self._request, request)
-            ticket = self._worker.submit(checked, deliver)
+            stream = await self._front.open(lambda: self._request(request))
         except UserError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
         except QueueFull as error:
@@ -60,17 +56,18 @@ class Service:
         except (Draining, Lost) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         try:
-            while True:
-                item = await items.get()
-                if isinstance(item, UserError):
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, item.public)
-                if isinstance(item, Exception):
+            done = False
+            while not done:
+                try:
+                    chunk = await stream.next()
+                except UserError as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
+                except Exception:
                     await context.abort(grpc.StatusCode.INTERNAL, "the engine failed while it served this request")
-                yield messages.response(item)
-                if item.completion is not None:
-                    return
+                yield messages.response(chunk)
+                done = chunk.completion is not None
         finally:  # the caller has gone, or its deadline has passed
-            self._worker.cancel(ticket)
+            stream.close()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """See dflash.proto."""
@@ -104,7 +101,7 @@ class Service:
             version=dflash_jax.__version__,
             device=self._engine.device.device_kind,
             uptime_seconds=time.monotonic() - self._started,
-            **dataclasses.asdict(self._worker.stats),
+            **dataclasses.asdict(self._front.worker.stats),
         )
 
     def _request(self, message: pb.GenerateRequest) -> Request:
@@ -114,10 +111,11 @@ class Service:
 
 
 class Server:
-    """The service with health and reflection, on one port.
+    """The service with health and reflection on one port, and OpenAI's protocol on another if that is wanted.
 
     Attributes:
       port: that it listens on.
+      http: what answers on the other; None without.
     """
 
     def __init__(
@@ -132,6 +130,8 @@ class Server:
         credentials: grpc.ServerCredentials | None = None,
         pages: int | None = None,
         prefix_bytes: int = 0,
+        http_port: int | None = None,
+        http_tls: tuple[Path, Path, Path | None] | None = None,
     ):
         """Not listening yet; call it in a running event loop.
 
@@ -144,9 +144,11 @@ class Server:
           tokens: one of which every call must bear, health checks aside; none if empty.
           credentials: for TLS; None for plain text.
           pages, prefix_bytes: see `Engine.scheduler`.
+          http_port: 0 for any that is free; None for no HTTP.
+          http_tls: see `HttpServer`.
 
         Raises:
-          UserError: the port cannot be had, or the memory for prefixes holds none.
+          UserError: a port cannot be had, or the memory for prefixes holds none.
         """
         self._warm_up_for = warm_up
         options = [
@@ -175,8 +177,14 @@ class Server:
         self._worker = Worker(engine, max_queue, lost, pages, prefix_bytes)
         self._watch: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
-        pb_grpc.add_DFlashServicer_to_server(Service(self._worker), self._server)
+        self._front = Front(self._worker)
+        pb_grpc.add_DFlashServicer_to_server(Service(self._front), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._serving = False
+        self.http: HttpServer | None = None
+        if http_port is not None:
+            app = make_app(self._front, tokens, lambda: self._serving)
+            self.http = HttpServer(app, host, http_port, http_tls)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
@@ -184,6 +192,8 @@ class Server:
         """Listens, and is healthy once the programs of a usual request have been compiled."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
+        if self.http is not None:
+            await self.http.start()
         await self._warm_up()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._watch = asyncio.create_task(self._watch_engine())
@@ -192,7 +202,9 @@ class Server:
         """Takes no more calls, finishes those that are there within `grace` seconds, and ends the engine's thread."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._worker.drain()
-        await self._server.stop(grace)  # cancels, after that, what is still there
+        # Both cancel, after that, what is still there.
+        stopping = [self._server.stop(grace), *([self.http.stop(grace)] if self.http is not None else [])]
+        await asyncio.gather(*stopping)
         await asyncio.to_thread(self._worker.stop)
         if self._watch is not None:
             self._watch.cancel()
@@ -203,6 +215,7 @@ class Server:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def _set_health(self, status: int) -> None:
+        self._serving = status == health_pb2.HealthCheckResponse.SERVING
         for name in ("", SERVICE):
             await self._health.set(name, status)
 

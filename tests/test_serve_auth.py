@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import httpx2
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -152,6 +154,37 @@ def test_mutual_tls(engine: Engine, certificates: Path) -> None:
         assert tokenize(port, certificates, "ca", "client") == [5, 6]
         for shown in (None, "stranger"):
             assert code_of(lambda s=shown: tokenize(port, certificates, "ca", s)) == grpc.StatusCode.UNAVAILABLE
+
+
+def test_http_has_the_same_connection(engine: Engine, certificates: Path) -> None:
+    """TLS with a certificate that the client must show, on the second port too; never plain text beside it."""
+    files = (certificates / "server.pem", certificates / "server.key", certificates / "ca.pem")
+
+    async def run() -> None:
+        server = Server(
+            engine, "127.0.0.1", 0, max_queue=1, warm_up="none", credentials=server_credentials(*files),
+            http_port=0, http_tls=files,
+        )  # fmt: skip
+        await server.start()
+        assert server.http is not None
+        address = f"127.0.0.1:{server.http.port}/health"
+
+        async def ask(url: str, shown: str | None = None) -> int:
+            context = ssl.create_default_context(cafile=certificates / "ca.pem")
+            if shown is not None:
+                context.load_cert_chain(certificates / f"{shown}.pem", certificates / f"{shown}.key")
+            async with httpx2.AsyncClient(verify=context) as client:
+                return (await client.get(url)).status_code
+
+        assert await ask(f"https://{address}", "client") == 200
+        for scheme, shown in (("https", None), ("https", "stranger"), ("http", None)):
+            with pytest.raises(httpx2.TransportError):
+                await ask(f"{scheme}://{address}", shown)
+        await server.stop(1)
+        with pytest.raises(UserError, match="--tls-cert, --tls-key or --tls-client-ca cannot be used"):
+            Server(engine, "127.0.0.1", 0, 1, http_port=0, http_tls=(files[0], certificates / "ca.key", None))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_flags_that_cannot_be_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

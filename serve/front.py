@@ -1,0 +1,84 @@
+"""What every face of the server does: makes a request off the event loop, hands it over, and follows its chunks."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from dflash_jax.errors import UserError
+from dflash_jax.flights import Request
+from dflash_jax.request import Chunk
+from serve.metrics import Metrics
+from serve.worker import Draining, Lost, QueueFull, Worker
+
+
+class Front:
+    """A worker as seen from the event loop.
+
+    Attributes:
+      engine: whose models answer.
+      worker: that owns it.
+      metrics: of all requests that come this way.
+    """
+
+    def __init__(self, worker: Worker):
+        self.worker, self.engine = worker, worker.engine
+        self.metrics = Metrics(worker)
+
+    async def open(self, make: Callable[[], Request]) -> "Stream":
+        """Makes a request on a thread of the pool (texts are tokenised) and hands it over; close what it returns.
+
+        Raises:
+          UserError, QueueFull, Draining, Lost: it is not taken.
+        """
+        begun = time.perf_counter()
+        try:
+            return Stream(self, await asyncio.to_thread(make), begun)
+        except UserError:
+            self.metrics.refused("invalid")
+            raise
+        except QueueFull:
+            self.metrics.refused("queue_full")
+            raise
+        except (Draining, Lost):
+            self.metrics.refused("unavailable")
+            raise
+
+
+class Stream:
+    """The chunks of one request, as they come. Close it, however it ends: a request that goes on is cancelled."""
+
+    def __init__(self, front: Front, request: Request, begun: float):
+        """See `Front.open`."""
+        self._worker, self._watch = front.worker, front.metrics.watch(len(request.prompt), begun)
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        self._over = False
+        self._ticket = front.worker.submit(request, self._deliver)
+
+    def _deliver(self, item: Chunk | Exception) -> None:
+        """On the engine's thread."""
+        if isinstance(item, Chunk):
+            self._watch.came(item)
+        else:
+            self._watch.ended("error")
+        self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+
+    async def next(self) -> Chunk:
+        """Waits for the next chunk; after one with a completion there is none.
+
+        Raises:
+          Exception: what ended the request instead: a `UserError` (its fault), else the engine's.
+        """
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            self._over = True
+            raise item
+        self._over = item.completion is not None
+        return item
+
+    def close(self) -> None:
+        """Ends it, if it has not ended: the caller has gone, or its deadline has passed."""
+        if not self._over:
+            self._over = True
+            self._watch.ended("abort")
+            self._worker.cancel(self._ticket)
