@@ -295,9 +295,11 @@ class Engine:
         """Bytes of a slot of the usual state, pages aside; few but not none where no layer is recurrent."""
         spec = self.spec_of(SamplingParams(), self.page_size)
         state = self.new_state(1, self.page_size, 1, spec, abstract=True)
-        paged = dataclasses.replace(state.cache, recurrent=None, conv=None)
-        whole, pages = (sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(t)) for t in (state, paged))
-        return whole - pages
+
+        def size(tree: Any) -> int:
+            return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+        return size(state) - size((state.cache.kv, state.cache.draft_kv))
 
     def keep_state(self, state: DecodeState, slots: int, capacity: int, pages: int, spec: RoundSpec) -> None:
         """Keeps a state, none of whose slots is active, for the next `take_state` of its shape."""

@@ -154,8 +154,8 @@ def slot_settings(
             jnp.float32(params.presence_penalty),
             jnp.float32(params.frequency_penalty),
             # By the host: the device would compile for every length.
-            prompt=np.bincount(np.asarray(cached, np.int32), minlength=vocab) > 0,
-            counts=np.bincount(np.asarray(emitted, np.int32), minlength=vocab).astype(np.int32),
+            prompt=jnp.asarray(np.bincount(np.asarray(cached, np.int32), minlength=vocab) > 0),
+            counts=jnp.asarray(np.bincount(np.asarray(emitted, np.int32), minlength=vocab), jnp.int32),
         )
     if needs.bias:
         row = np.zeros((vocab,), np.float32)
