@@ -279,9 +279,9 @@ class Scheduler:
             return True
         if self.prefixes is None or pages > self.pool.free + self.prefixes.evictable:
             return False
-        while pages > self.pool.free:
-            self.prefixes.evict()
-        return True
+        while pages > self.pool.free and self.prefixes.evict():
+            pass
+        return pages <= self.pool.free
 
     @staticmethod
     def _kind(request: Request) -> tuple[bool, bool]:
