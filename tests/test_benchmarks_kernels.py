@@ -261,7 +261,7 @@ def test_programs_say_what_was_compiled_for_a_round(any_device: None) -> None:
             dispatch.resolve("tree_attention", "auto", refused)
             return x
 
-        programs._get((spec, refused), "decode", function, (jnp.zeros(1),), 0)
+        programs._get((spec, refused), "decode", function, (jnp.zeros(1),))
 
     compiled(RoundSpec(0, context_pages=1), None)
     compiled(RoundSpec(0, context_pages=2), "odd")
