@@ -1,7 +1,7 @@
 """The documentation is true: its Python runs, its links resolve, its commands parse, its figures are the files'.
 
 A fenced block marked exactly `python` in the README or in `docs/*.md` is executed, the blocks of a file one after the
-other in one namespace. Every `python -m …` in a fenced block or in inline code is parsed by the program's own parser and
+other in one namespace. Every `python -m …` in a fenced block or in inline code is parsed by the program's own parser,
 not run.
 """
 
