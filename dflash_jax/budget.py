@@ -9,6 +9,7 @@ process's, and the rest follows from tokens. A run of one process also corrects 
 emitted in its place (`round.Evidence`). Realised tokens of the last rounds are joined with what the drafter's prefix
 probabilities predict for those rounds, scaled by how far such predictions have come true: the prediction reacts to a
 change of text within a round or two, and the scale, kept over requests, corrects a drafter that is too sure of itself.
+The mean over earlier texts counts as a few rounds more, so that the weak start of a text does not end its drafts.
 A bucket larger than those that ran lately is taken to gain on the next smaller one what it has gained before.
 
 **Exploration.** Rounds without a draft say nothing about drafts, and small trees nothing about large ones. Both are
@@ -32,10 +33,12 @@ from dflash_jax.round import DecodeState, Evidence, RoundSpec
 
 # What one round weighs after the next one, for the text at hand and for what is kept over requests.
 SHORT_MEMORY, LONG_MEMORY = 0.9, 0.98
-# Rounds that the calibrated prediction counts as, against realised tokens.
-PREDICTION_WEIGHT = 2.0
+# Rounds that the calibrated prediction counts as, and the mean over texts, against realised tokens.
+PREDICTION_WEIGHT, USUAL_WEIGHT = 2.0, 3.0
 # Tokens that the uncalibrated prediction counts as, before anything has come true.
 TRUST = 4.0
+# So many rounds with drafts must be seen, of any text, before drafts can be given up: a text's first ones say little.
+GRACE = 8
 # A tree of the next bucket, never tried, is hoped to emit so many times the tokens.
 HOPE = 1.2
 # Drafting must promise so many times the autoregressive rate: being wrong costs more on that side.
@@ -166,7 +169,9 @@ class BudgetController:
             if rounds > 0 and (k == 1 or not self._stale[k]):
                 calibration = (long.reached[k] + TRUST) / (long.predicted[k] + TRUST)
                 predicted = calibration * short.predicted[k] / rounds
-                value = 1 + (PREDICTION_WEIGHT * predicted + short.reached[k]) / (PREDICTION_WEIGHT + rounds)
+                usual = USUAL_WEIGHT * long.reached[k] / long.rounds[k]
+                seen = PREDICTION_WEIGHT * predicted + short.reached[k] + usual
+                value = 1 + seen / (PREDICTION_WEIGHT + rounds + USUAL_WEIGHT)
             elif k == 1:
                 value = 1 + (
                     long.reached[1] / long.rounds[1] if long.rounds[1] > 0 else self.curve.buckets[1] / 2
@@ -175,6 +180,8 @@ class BudgetController:
                 before = (long.ratio[0, k] + TRUST * HOPE) / (long.ratio[1, k] + TRUST)
                 ratio = (short.ratio[0, k] + TRUST * before) / (short.ratio[1, k] + TRUST)
                 value = tokens[k - 1] * ratio
+            if k == 1 and long.rounds[1] < GRACE:
+                value = max(value, 1 + self.curve.buckets[1] / 2)
             tokens[k] = max(value, tokens[k - 1])  # nested trees: never fewer
         return tokens
 
