@@ -81,15 +81,13 @@ class PrefixCache:
           start, stop: see above.
           length: of the whole prompt. Its last token is never a part of a prefix: it gives the first one of the text.
         """
-        size = self._pool.page_size
-        last = (length - 1) // size * size
+        last = self._last_end(length)
         following = (start // self._interval + 1) * self._interval
         return min([end for end in (following, last) if start < end <= stop], default=stop)
 
     def keeps(self, tokens: int, length: int) -> bool:
         """Whether the state after so many tokens of a prompt is to be kept."""
-        size = self._pool.page_size
-        return 0 < tokens < length and (tokens % self._interval == 0 or tokens == (length - 1) // size * size)
+        return 0 < tokens < length and (tokens % self._interval == 0 or tokens == self._last_end(length))
 
     def find(self, tokens: Sequence[int], kind: object) -> Prefix | None:
         """The longest kept prefix of a prompt that leaves it a token to read; it and its own prefixes are used last.
@@ -144,11 +142,15 @@ class PrefixCache:
         while self.evict():
             pass
 
+    def _last_end(self, length: int) -> int:
+        """End of the longest prefix that a prompt can have: whole pages, and a token left to read."""
+        return (length - 1) // self._pool.page_size * self._pool.page_size
+
     def _keys(self, tokens: Sequence[int], kind: object) -> Iterator[bytes]:
         """Of the prompt's prefixes of 1, 2, … whole pages that end before its last token."""
         size = self._pool.page_size
         key = repr(kind).encode()
         blocks = np.asarray(tokens, np.int64)
-        for begin in range(0, len(tokens) - size, size):
+        for begin in range(0, self._last_end(len(tokens)), size):
             key = hashlib.blake2b(key + blocks[begin : begin + size].tobytes(), digest_size=20).digest()
             yield key

@@ -185,15 +185,10 @@ class Programs:
         if key not in self.compiled:
             self.on_compile(name)
             start = time.perf_counter()
-            specs = tuple(
-                [w.specs for w in weights or ()]
-                if i < donate
-                else state_specs(x)
-                if isinstance(x, DecodeState)
-                else REPLICATED
-                for i, x in enumerate(arguments)
-            )
-            sharded = shard_program(function, self._mesh, specs, (specs[donate], REPLICATED))
+            specs = [state_specs(x) if isinstance(x, DecodeState) else REPLICATED for x in arguments]
+            if weights is not None:
+                specs[0] = [w.specs for w in weights]
+            sharded = shard_program(function, self._mesh, tuple(specs), (specs[donate], REPLICATED))
             with dispatch.recording() as choices:
                 lowered = jax.jit(sharded, donate_argnums=donate).lower(*arguments)
             self.compiled[key] = lowered.compile(_options(rows, self._config.hidden_size))

@@ -489,10 +489,9 @@ class Scheduler:
     def _land(self, flight: Flight) -> list[tuple[Request, Chunk]]:
         """Waits for results and hands them to their requests; ends those that are done."""
         output, histogram = jax.device_get((flight.output, flight.histogram))
-        begun, self._landed = max(flight.begun, self._landed), time.perf_counter()
-        controller, rounds = flight.controller, 0
-        if controller is not None and output.evidence is not None:
-            controller.observe(flight.bucket, output.evidence)
+        begun, landed = max(flight.begun, self._landed), time.perf_counter()
+        self._landed = landed
+        rounds = 0
         chunks, ended = [], []
         for row, request in flight.owners:
             if request.slot is None:
@@ -514,11 +513,13 @@ class Scheduler:
             if update.token_ids or update.finish_reason is not None:
                 chunks.append((request, self._chunk(request, update, logprobs)))
         self._release(ended)
-        if controller is not None:
+        if (controller := flight.controller) is not None:
+            if output.evidence is not None:
+                controller.observe(flight.bucket, output.evidence)
             controller.ran(flight.bucket, rounds)
-        # Processes must not choose differently, so of several none looks at its own clock.
-        if controller is not None and flight.alone and rounds >= SHORTEST_TIMED and jax.process_count() == 1:
-            controller.timed(flight.bucket, self._landed - begun, rounds)
+            # Processes must not choose differently, so of several none looks at its own clock.
+            if flight.alone and rounds >= SHORTEST_TIMED and jax.process_count() == 1:
+                controller.timed(flight.bucket, landed - begun, rounds)
         return chunks
 
     def _release(self, requests: Sequence[Request]) -> None:
