@@ -113,7 +113,7 @@ class Bench:
         drafted = case.budget != 0
         state = self.states.pop((case.batch, drafted), None)
         if state is None:
-            self.states.clear()  # one set of caches at a time
+            self.states = {key: other for key, other in self.states.items() if key[0] == case.batch}  # one batch size
             config = self.drafter_config if drafted else None
             state = self.programs.init(config, case.batch, self.capacity, PAGE)
             rng = np.random.default_rng(0)
@@ -280,7 +280,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of a case (default: 3)")
     parser.add_argument("--tau", type=_taus, default={}, help="accepted lengths, e.g. chain=6.5,tree=8.5")
-    parser.add_argument("--profile", metavar="DIR", help="write a profiler trace of a few rounds of every case")
+    parser.add_argument("--profile", metavar="DIR", help="trace a few rounds of the cases of the first context and batch")
     parser.add_argument("--json", metavar="FILE", help="write every measurement")
     return parser
 
@@ -314,7 +314,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result["memory"] = {"peak": stats.get("peak_bytes_in_use"), "weights": sum(bench.bytes)}
         print(f"peak memory {stats.get('peak_bytes_in_use', 0) / 2**30:.2f} GiB of {device}")
     if args.profile:
-        for case in cases:
+        for case in cases[: len(args.methods)]:
             folder = Path(args.profile) / f"{case.method.replace(':', '')}-{case.context}-{case.batch}"
             bench.run(case, FEW)
             with jax.profiler.trace(str(folder)):
