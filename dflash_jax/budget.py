@@ -274,7 +274,13 @@ class BudgetController:
 
 
 def measure_curve(
-    programs: Programs, state: DecodeState, specs: Sequence[RoundSpec], buffer: int, page_size: int
+    programs: Programs,
+    state: DecodeState,
+    specs: Sequence[RoundSpec],
+    buffer: int,
+    page_size: int,
+    *,
+    loop: bool = True,
 ) -> tuple[DecodeState, LatencyCurve]:
     """Times a round of each spec, with every slot active at half of its capacity.
 
@@ -284,6 +290,8 @@ def measure_curve(
       specs: a round a bucket, of budgets that start with 0.
       buffer: of `Programs.decode`.
       page_size: tokens a page.
+      loop: whether the programs repeat rounds; else bursts are rounds handed over one by one, whose start is hidden
+        behind the round before and counts as nothing.
 
     Returns:
       The state, and the curve: medians of three runs each, of one round and of several, whose difference is that of the
@@ -311,10 +319,12 @@ def measure_curve(
         fields = programs.replicated({name: jnp.array(value) for name, value in busy.items()})
         state = jax.block_until_ready(dataclasses.replace(state, **fields))
         begun = time.perf_counter()
-        result = programs.decode(state, rounds, spec, buffer)
-        assert result is not None
-        state, output = jax.block_until_ready(result)
-        jax.device_get(output)
+        output = None
+        for limit in [rounds] if loop else [None] * rounds:
+            result = programs.decode(state, limit, spec, buffer)
+            assert result is not None
+            state, output = result
+        jax.device_get(jax.block_until_ready((state, output))[1])
         return time.perf_counter() - begun
 
     runs = []
@@ -332,5 +342,5 @@ def measure_curve(
     if jax.process_count() > 1:
         table = multihost_utils.broadcast_one_to_all(table)
     state = dataclasses.replace(state, active=programs.replicated(jnp.zeros((slots,), bool)))
-    seconds, start = tuple(map(float, table[:, 0])), float(np.median(table[:, 1]))
+    seconds, start = tuple(map(float, table[:, 0])), float(np.median(table[:, 1])) if loop else 0.0
     return state, LatencyCurve(tuple(spec.budget for spec in specs), seconds, start)

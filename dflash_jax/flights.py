@@ -102,7 +102,7 @@ class Flight:
       spec: the rounds.
       most: tokens that a slot can have emitted in them.
       controller: what chose their budget, where that is adaptive; `bucket` is its index.
-      begun: when the host had handed them over.
+      begun: when the host began to hand them over.
       alone: whether nothing else keeps the device or the host busy until they land, so that their time is known.
     """
 
@@ -115,6 +115,11 @@ class Flight:
     bucket: int = 0
     begun: float = 0.0
     alone: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether the results are there."""
+        return self.output.count.is_ready()  # type: ignore[attr-defined]
 
 
 def prefill_spec(spec: RoundSpec) -> RoundSpec:

@@ -245,7 +245,7 @@ class Programs:
     def decode(
         self,
         state: DecodeState,
-        max_rounds: int,
+        max_rounds: int | None,
         spec: RoundSpec,
         buffer: int,
         own: Any = None,
@@ -254,19 +254,21 @@ class Programs:
     ) -> tuple[DecodeState, tuple[RoundOutput, Int[Array, "B H"]]] | None:
         """Up to `max_rounds` rounds on the device for the slots marked by `own` (None: for all).
 
-        Also returns a copy of the histogram that outlives the state.
+        Without `max_rounds` it is one round, in a program without a loop: the host of a GPU has to wait for the end of
+        a loop, and this one it just hands over. Also returns a copy of the histogram that outlives the state.
         """
+        loop = max_rounds is not None
 
         def run(weights: Any, state: DecodeState, max_rounds: Array, own: Array) -> Any:
             models = self._models(weights, spec)
-            state, output = rounds.decode(*models, state, max_rounds, spec, buffer, own)
+            state, output = rounds.decode(*models, state, max_rounds if loop else None, spec, buffer, own)
             return state, (output, jnp.copy(state.histogram))
 
         weights = self._weights(spec)
         marked = np.ones(state.anchor.shape, bool) if own is None else np.asarray(own, bool)
-        arguments = ([w.leaves for w in weights], state, np.asarray(max_rounds, np.int32), marked)
+        arguments = ([w.leaves for w in weights], state, np.asarray(max_rounds or 0, np.int32), marked)
         rows = state.anchor.shape[0] * (spec.budget + 1)
-        program = self._get((spec, buffer), "decode", run, arguments, weights, rows)
+        program = self._get((spec, buffer, loop), "decode", run, arguments, weights, rows)
         return None if compile_only else program(*arguments)
 
     def prefill(

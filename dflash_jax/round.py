@@ -378,7 +378,7 @@ def decode(
     target: Target,
     drafter: Drafter | MTP | None,
     state: DecodeState,
-    max_rounds: Int[Array, ""],
+    max_rounds: Int[Array, ""] | None,
     spec: RoundSpec,
     buffer: int,
     own: Bool[Array, " B"] | None = None,
@@ -386,6 +386,7 @@ def decode(
     """Repeats the round on the device until no slot is active, `max_rounds` are done, or the buffer could overflow.
 
     Args:
+      max_rounds: None for one round without a loop, whether or not a slot is active.
       buffer: tokens a slot that the output can hold; at least spec.max_emitted.
       own: the slots that these rounds are for, None for all. Others, which may be in the middle of a prompt or decode
         by another spec, stay exactly as they are.
@@ -430,17 +431,23 @@ def decode(
     def repeat(carry: Carry, limit: Array) -> Carry:
         return jax.lax.while_loop(lambda c: going(c, limit), body, carry)
 
-    def stretch(carry: Carry) -> Carry:
+    def write_taps(state: DecodeState) -> DecodeState:
         """Rounds without a draft leave their taps to the next one; once written, there is room for so many more."""
-        state, output, rounds = carry
-        assert isinstance(drafter, Drafter) and state.taps is not None
-        room = state.taps.shape[1]
+        assert isinstance(drafter, Drafter)
         cache = dataclasses.replace(state.cache, draft_kv=write_context(drafter, state))
-        state = dataclasses.replace(state, cache=cache, num_taps=jnp.zeros_like(state.num_taps))
-        return repeat((state, output, rounds), jnp.minimum(rounds + room, max_rounds))
+        return dataclasses.replace(state, cache=cache, num_taps=jnp.zeros_like(state.num_taps))
+
+    def stretch(carry: Carry) -> Carry:
+        state, output, rounds = carry
+        assert max_rounds is not None and state.taps is not None
+        room = state.taps.shape[1]
+        return repeat((write_taps(state), output, rounds), jnp.minimum(rounds + room, max_rounds))
 
     start = (state, empty, jnp.zeros((), jnp.int32))
-    if spec.buckets and not spec.budget:
+    plain = bool(spec.buckets) and not spec.budget
+    if max_rounds is None:
+        state, output, _ = body((write_taps(state) if plain else state, *start[1:]))
+    elif plain:
         state, output, _ = jax.lax.while_loop(lambda c: going(c, max_rounds), stretch, start)
     else:
         state, output, _ = repeat(start, max_rounds)

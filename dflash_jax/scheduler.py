@@ -76,7 +76,8 @@ class Scheduler:
           slots: see the class.
           capacity: see the class; whole pages.
           pages: that all slots share; None for as many as they can use.
-          burst: most rounds of a burst; None for what one buffer of tokens holds.
+          burst: most rounds of a burst; None for what one buffer of tokens holds. With 1 programs have no loop of
+            rounds, in which the host of a GPU waits, so it hands out one round's results during the next.
           interleave: whether decoding goes on, a round after each chunk, while prompts are read (no request stalls
             the others), or waits until all of them are (less work in all).
           few_programs: whether needs are rounded up (`sampling.NEEDS_LEVELS`), so that fewer programs are compiled, of
@@ -89,6 +90,7 @@ class Scheduler:
         self.engine, self.slots, self.capacity = engine, slots, capacity
         self.pool = PagePool(pages or slots * (capacity // engine.page_size), engine.page_size)
         self._burst, self._interleave, self._few_programs = burst, interleave, few_programs
+        self._single = burst == 1
         self._lazy, self.preemptions = lazy, 0
         interval = CHUNKS_PER_PREFIX * engine.prefill_chunk
         # The prefixes kept all end in different pages, so there are never more of them.
@@ -163,24 +165,30 @@ class Scheduler:
         the device's state is unknown: drop the scheduler.
         """
         landing, self._flying = self._flying, []
+        chunks: list[tuple[Request, Chunk]] = []
+        if all(flight.ready for flight in landing):
+            # The device has nothing left to do meanwhile, and less if a text has ended.
+            chunks, landing = self._land_all(landing), []
         if self._admit():  # which may have compiled
             landing = [dataclasses.replace(flight, alone=False) for flight in landing]
-        chunks: list[tuple[Request, Chunk]] = []
         if self._lazy and not self._grow(landing):
             # There are too few pages for what may be coming: first see what has come.
-            chunks, landing = [pair for flight in landing for pair in self._land(flight)], []
+            chunks, landing = chunks + self._land_all(landing), []
             while not self._grow(landing):
                 self._preempt()
         quiet = not self._prefilling
         if self._prefilling:
             self._prefill_chunk(self._prefilling[0])
+        if self._flying and not self._single:
+            # On a GPU the host waits in a loop of rounds until it ends: a first token shall not.
+            chunks, landing, self._flying = chunks + self._land_all([*landing, *self._flying]), [], []
         if self._interleave or not self._prefilling:
             self._decode()
         if quiet and len(self._flying) == 1:
             self._flying[0].alone = True
         if any(f.controller is not None and f.bucket and f.controller.unsure() for f in self._flying):
             landing, self._flying = [*landing, *self._flying], []
-        return [*chunks, *(pair for flight in landing for pair in self._land(flight))]
+        return chunks + self._land_all(landing)
 
     def check(self) -> None:
         """Walks slots, pages and the device's state; raises `RuntimeError` that names what is not in order."""
@@ -378,14 +386,15 @@ class Scheduler:
         padding = [0] * self.engine.prefill_chunk
         programs.prefill(self._state, 0, padding, 1, True, prefill_spec(spec), compile_only=True)
         rounds = rounds_of(spec)
+        limit = None if self._single else 1
         for one in rounds:
-            programs.decode(self._state, 1, one, self._buffer(spec), compile_only=True)
+            programs.decode(self._state, limit, one, self._buffer(spec), compile_only=True)
         if draft.buckets and key not in controllers:
             start = time.perf_counter()
             if self.prefixes is not None:
                 self.prefixes.clear()  # timing writes into pages
             self._state, curve = measure_curve(
-                programs, self._state, rounds, self._buffer(spec), self.engine.page_size
+                programs, self._state, rounds, self._buffer(spec), self.engine.page_size, loop=not self._single
             )
             controllers[key] = BudgetController(curve)
             programs.compile_seconds += time.perf_counter() - start
@@ -419,7 +428,7 @@ class Scheduler:
         return dataclasses.replace(spec, rule=rule, sampled_draft=drawn, logprobs=self._logprobs)
 
     def _buffer(self, spec: RoundSpec) -> int:
-        return max(BURST_TOKENS, spec.max_emitted)
+        return spec.max_emitted if self._single else max(BURST_TOKENS, spec.max_emitted)
 
     def _prefill_chunk(self, request: Request) -> None:
         """Hands the device the next piece of a prompt. The prompts in line take turns where decoding goes on."""
@@ -477,14 +486,18 @@ class Scheduler:
             own = np.zeros((self.slots,), bool)
             own[[slot for slot, _ in owners]] = True
             assert self._state is not None
-            result = self.engine.programs.decode(self._state, rounds, spec, buffer, own)
+            begun = time.perf_counter()
+            limit = None if self._single else rounds
+            result = self.engine.programs.decode(self._state, limit, spec, buffer, own)
             assert result is not None
             self._state, (output, histogram) = result
-            begun = time.perf_counter()
             most = min(rounds * spec.max_emitted, buffer)
             self._flying.append(Flight(owners, output, histogram, spec, most, controller, bucket, begun))
 
     # ---------------------------------------------------------------- results
+
+    def _land_all(self, flights: Sequence[Flight]) -> list[tuple[Request, Chunk]]:
+        return [pair for flight in flights for pair in self._land(flight)]
 
     def _land(self, flight: Flight) -> list[tuple[Request, Chunk]]:
         """Waits for results and hands them to their requests; ends those that are done."""
