@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import grpc
+import jax
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -99,6 +100,7 @@ class Service:
         """See dflash.proto."""
         return pb.GetServerInfoResponse(
             version=dflash_jax.__version__,
+            jax_version=jax.__version__,
             device=self._engine.device.device_kind,
             uptime_seconds=time.monotonic() - self._started,
             **dataclasses.asdict(self._front.worker.stats),

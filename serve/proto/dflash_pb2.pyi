@@ -242,7 +242,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "device", "uptime_seconds", "slots", "running", "waiting", "pages", "pages_free", "page_size", "preemptions", "prefix_hits", "prefix_misses", "prefixes")
+    __slots__ = ("version", "device", "uptime_seconds", "slots", "running", "waiting", "pages", "pages_free", "page_size", "preemptions", "prefix_hits", "prefix_misses", "prefixes", "jax_version")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +256,7 @@ class GetServerInfoResponse(_message.Message):
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_MISSES_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    JAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     uptime_seconds: float
@@ -269,4 +270,5 @@ class GetServerInfoResponse(_message.Message):
     prefix_hits: int
     prefix_misses: int
     prefixes: int
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prefix_misses: _Optional[int] = ..., prefixes: _Optional[int] = ...) -> None: ...
+    jax_version: str
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prefix_misses: _Optional[int] = ..., prefixes: _Optional[int] = ..., jax_version: _Optional[str] = ...) -> None: ...
