@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import jax
@@ -22,11 +23,13 @@ from dflash_jax.request import Chunk
 from serve import messages
 from serve.auth import BearerToken
 from serve.front import Front
-from serve.http import HttpServer, make_app
 from serve.interceptors import Readable
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
 from serve.worker import Draining, Lost, QueueFull, Worker
+
+if TYPE_CHECKING:
+    from serve.http import HttpServer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DFlash"].full_name
 MAX_MESSAGE_BYTES = 16 << 20
@@ -185,8 +188,10 @@ class Server:
         self._serving = False
         self.http: HttpServer | None = None
         if http_port is not None:
-            app = make_app(self._front, tokens, lambda: self._serving)
-            self.http = HttpServer(app, host, http_port, http_tls)
+            from serve import http  # its packages are many, and gRPC alone needs none of them
+
+            app = http.make_app(self._front, tokens, lambda: self._serving)
+            self.http = http.HttpServer(app, host, http_port, http_tls)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 

@@ -329,6 +329,14 @@ def test_the_client_says_that_there_is_no_server(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.startswith("error: UNAVAILABLE from 127.0.0.1:1: ")
 
 
+def test_grpc_alone_needs_no_package_of_http() -> None:
+    code = "import sys; sys.modules.update(dict.fromkeys(['fastapi', 'starlette', 'uvicorn']))"
+    code += "; import serve.server, serve.load"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    code = code.replace("fastapi", "prometheus_client")  # the trick does keep a package away
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 1
+
+
 def test_flags_that_cannot_be_are_one_line(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
