@@ -109,6 +109,31 @@ class AsyncClient:
         """The whole text; see `generate`."""
         return "".join([part.text async for part in self.generate(prompt, params, timeout=timeout)])
 
+    async def generate_batch(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        timeout: float | None = None,
+    ) -> AsyncIterator[pb.GenerateBatchResponse]:  # fmt: skip
+        """Messages of many requests in one call, mixed; `index` says whose each is.
+
+        A request that fails has an `error` for its last message, and the others go on.
+
+        Args:
+          prompts: see `Prompt`.
+          params: of all, or of each.
+          timeout: seconds that all of them may take together.
+        """
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
+        requests = [
+            pb.GenerateRequest(input=input_message(prompt), params=messages.sampling_message(one))
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
+        call = self.stub.GenerateBatch(pb.GenerateBatchRequest(requests=requests), **self._how(timeout))
+        try:
+            async for part in call:
+                yield part
+        finally:
+            call.cancel()  # nothing, if it has ended
+
     async def tokenize(self, prompt: Prompt, *, timeout: float | None = None) -> list[int]:
         """Token ids of a prompt, as `generate` would read it."""
         asked = pb.TokenizeRequest(input=input_message(prompt))

@@ -142,6 +142,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(
     for raw in (b"\xff\xff\xff", not_utf8):
         for call in (
             channel.unary_stream(f"/{SERVICE}/Generate", request_serializer=bytes),
+            channel.unary_stream(f"/{SERVICE}/GenerateBatch", request_serializer=bytes),
             channel.unary_unary(f"/{SERVICE}/Tokenize", request_serializer=bytes),
         ):
             with pytest.raises(grpc.RpcError) as caught:
