@@ -94,7 +94,7 @@ def test_one_that_fails_leaves_the_others_be(port: int, expected: list[Completio
     async def test(client: AsyncClient) -> None:
         asked = [pb.GenerateRequest(input=pb.Input(text=t), params=messages.sampling_message(PARAMS)) for t in TEXTS]
         asked[1].params.temperature = float("nan")
-        call = client.stub.GenerateBatch(pb.GenerateBatchRequest(requests=asked))
+        call = client.stub.GenerateBatch(pb.GenerateBatchRequest(requests=asked), timeout=60)
         chunks, errors = await sorted_out(call)
         assert sorted(chunks) == [0, 2] and all(is_whole(chunks[i], expected[i]) for i in chunks)
         assert list(errors) == [1] and errors[1].code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
