@@ -71,12 +71,14 @@ class Service:
         """See dflash.proto."""
         left = len(request.requests)
         if not 1 <= left <= MAX_BATCH:
-            await Failure.of(UserError(f"requests must be 1 to {MAX_BATCH}, found {left}")).abort(context)
+            error = messages.FieldError(f"requests must be 1 to {MAX_BATCH}, found {left}", "requests")
+            await Failure.of(error).abort(context)
         ready: asyncio.Queue[pb.GenerateBatchResponse] = asyncio.Queue()
         streams: list[Stream] = []
 
         def failed(index: int, error: Exception) -> None:
-            ready.put_nowait(pb.GenerateBatchResponse(index=index, error=Failure.of(error).message()))
+            failure = Failure.of(error, f"requests[{index}].")
+            ready.put_nowait(pb.GenerateBatchResponse(index=index, error=failure.message()))
 
         async def follow(index: int, stream: Stream) -> None:
             try:
