@@ -1,8 +1,8 @@
 """One report of what the benchmarks measured: `python -m benchmarks.report DIR`.
 
-Reads every `*.json` in DIR that `--json` of `benchmarks.acceptance`, `divergence`, `kernels`, `round` or `torch_round`
-wrote, told apart by their keys, and writes `report.md` and its pictures (SVG) beside them. Nothing is measured here,
-and no figure is left out: what a record says of a failure is in the report too.
+Reads every `*.json` in DIR that `--json` of `benchmarks.acceptance`, `divergence`, `kernels`, `round`, `torch_round` or
+of `serve.load` wrote, told apart by their keys, and writes `report.md` and its pictures (SVG) beside them. Nothing is
+measured here, and no figure is left out: what a record says of a failure is in the report too.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import acceptance_plots
 from dflash_jax.errors import UserError
-from dflash_jax.plots import Curve, check_matplotlib, round_times
+from dflash_jax.plots import Curve, check_matplotlib, round_times, serving_load
 
 Record = dict[str, Any]
 Section = tuple[str, list[str]]  # a heading, lines of Markdown
@@ -27,6 +27,7 @@ _KEYS: dict[str, set[str]] = {
     "kernels": {"cases", "machine"},
     "round": {"shape", "copy_bandwidth", "rows"},
     "torch_round": {"torch", "transformers", "rows"},
+    "load": {"points", "server"},
 }
 
 
@@ -52,7 +53,7 @@ def _flags(settings: Record) -> str:
     """The flags of a command from its recorded settings, those that are off or output files left out."""
     words = []
     for name, value in settings.items():
-        if value in ("None", "False") or name in ("json", "plots"):
+        if value in ("None", "False") or name in ("json", "plot", "plots", "address"):
             continue
         if value.startswith("[") and value.endswith("]"):
             value = value[1:-1].replace("'", "").replace(",", "")
@@ -190,12 +191,26 @@ def torch_round(record: Record, save: Callable[[str, Any], str]) -> list[str]:
     return lines
 
 
+def load(record: Record, save: Callable[[str, Any], str]) -> list[str]:
+    """Throughput and latency of a server under load."""
+    from serve import load_figures  # needs the extra "serve", which the other records do not
+
+    points = record["points"]
+    lines = [f"    python -m serve.load {_flags(record['settings'])}", ""]
+    lines += [f"A server with {record['server']['slots']} slots; times as in `serve/load_figures.py`.", ""]
+    lines += table(load_figures.HEADER, [load_figures.cells(point) for point in points])
+    for remark in load_figures.remarks(points):
+        lines += [remark, ""]
+    return [*lines, save("load", serving_load(points, title=f"A server under load: {_machine(record)}")), ""]
+
+
 _SECTIONS: dict[str, tuple[str, Callable[[Record, Callable[[str, Any], str]], list[str]]]] = {
     "acceptance": ("Acceptance and speed", acceptance),
     "round": ("Time of a round", rounds),
     "kernels": ("Kernels", kernels),
     "divergence": ("Differences in bf16", divergence),
     "torch_round": ("PyTorch", torch_round),
+    "load": ("A server under load", load),
 }
 
 

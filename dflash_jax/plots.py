@@ -386,3 +386,46 @@ def training_curve(metrics: Sequence[Mapping[str, Any]], *, title: str = "Traini
     panels[0].set_title(title, fontsize=10)
     _legend(figure, [h for axes in panels for h in axes.get_legend_handles_labels()[0]], 2)
     return figure
+
+
+def serving_load(points: Sequence[Mapping[str, Any]], *, title: str = "A server under load") -> Figure:
+    """Throughput, time to the first token and time between tokens over the load, one line a method.
+
+    Args:
+      points: of a record of `serve.load`: clients at once (`concurrency`), or requests a second (`rate`).
+
+    Raises:
+      ValueError: no points, or some with clients and some with rates.
+    """
+    if not points or len({point["rate"] is None for point in points}) != 1:
+        raise ValueError("a picture of a load needs points, all with clients or all with rates")
+    key, label = ("rate", "requests a second (Poisson)") if points[0]["rate"] else ("concurrency", "requests at once")
+    figure = new_figure(WIDTH, 6.6)
+    panels = figure.subplots(2, 2, sharex=True)
+    measures = (
+        ("output tokens a second, all requests", "tokens_per_second", None),
+        ("time to first token, ms", "ttft_seconds", "p99"),
+        ("ITL: time between chunks, ms", "itl_seconds", "p99"),
+        ("time a token after the first, ms", "token_seconds", "p99"),
+    )
+    loads = sorted({point[key] for point in points})
+    for axes, (name, what, tail) in zip(panels.flat, measures, strict=True):
+        for i, method in enumerate(dict.fromkeys(point["method"] for point in points)):
+            rows = sorted((p for p in points if p["method"] == method and p[what] is not None), key=lambda p: p[key])
+            at, colour = [row[key] for row in rows], COLOURS[i % len(COLOURS)]
+            middle = [row[what] if tail is None else 1e3 * row[what]["p50"] for row in rows]
+            axes.plot(at, middle, "o-", markersize=4, color=colour, label=method)
+            if tail is not None:
+                axes.plot(at, [1e3 * row[what][tail] for row in rows], ":", color=colour, label=f"{method}, p99")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(loads, [f"{load:g}" for load in loads])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(name)
+        style(axes)
+    for axes in panels[1]:
+        axes.set_xlabel(label)
+    figure.suptitle(title, fontsize=10)
+    # Of the panel that has both kinds of line.
+    _legend(figure, panels[0][1].get_legend_handles_labels()[0], 3)
+    return figure

@@ -3,15 +3,13 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from dflash_jax.errors import UserError
 from dflash_jax.request import METHODS, SamplingParams
-from serve import messages
-from serve.auth import channel_credentials, read_tokens
+from serve import connection, messages
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
 
@@ -20,11 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The flags; those of sampling are `dflash_jax.generate`'s."""
     parser = argparse.ArgumentParser(prog="python -m serve.client", description=__doc__)
     parser.add_argument("prompt", nargs="?", help="text, as the user's turn of a conversation")
-    parser.add_argument("--address", default="127.0.0.1:50051", help="HOST:PORT of the server")
-    parser.add_argument("--token-file", type=Path, help="file whose first line of a token is shown to the server")
-    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority of the server; with it the call is TLS")
-    parser.add_argument("--tls-cert", type=Path, help="PEM file of a certificate to show (mutual TLS)")
-    parser.add_argument("--tls-key", type=Path, help="PEM file of its private key")
+    connection.add_flags(parser)
     parser.add_argument("--timeout", type=float, help="seconds until the call is given up (default: never)")
     parser.add_argument("--info", action="store_true", help="say what the server has loaded and how it is doing")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, default=True, help="use the chat template")
@@ -49,20 +43,14 @@ def _input(args: argparse.Namespace) -> pb.Input:
     return pb.Input(chat=pb.Chat(messages=[pb.Message(role=role, content=text) for role, text in turns]))
 
 
-def _channel(args: argparse.Namespace) -> grpc.Channel:
-    credentials = channel_credentials(args.tls_ca, args.tls_cert, args.tls_key)
+def _channel(to: connection.Endpoint) -> grpc.Channel:
+    credentials = to.credentials()
     if credentials is None:
-        return grpc.insecure_channel(args.address)
-    return grpc.secure_channel(args.address, credentials)
+        return grpc.insecure_channel(to.address)
+    return grpc.secure_channel(to.address, credentials)
 
 
-def _metadata(args: argparse.Namespace) -> list[tuple[str, str]]:
-    if args.token_file is None:
-        return []
-    return [("authorization", f"Bearer {read_tokens(args.token_file)[0]}")]
-
-
-def _ask(stub: pb_grpc.DFlashStub, args: argparse.Namespace) -> None:
+def _ask(stub: pb_grpc.DFlashStub, args: argparse.Namespace, how: dict[str, Any]) -> None:
     params = SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -74,7 +62,7 @@ def _ask(stub: pb_grpc.DFlashStub, args: argparse.Namespace) -> None:
     )
     request = pb.GenerateRequest(input=_input(args), params=messages.sampling_message(params))
     usage = pb.Usage()
-    for part in stub.Generate(request, timeout=args.timeout, metadata=_metadata(args)):
+    for part in stub.Generate(request, **how):
         print(part.text, end="", flush=True)
         usage = part.finished.usage
     print(flush=True)
@@ -93,24 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not args.info and args.prompt is None:
             raise UserError("give a prompt, or --info")
-        with _channel(args) as channel:
+        to = connection.endpoint_of(args)
+        how = {"timeout": args.timeout, "metadata": connection.bearer(to.token())}
+        with _channel(to) as channel:
             stub = pb_grpc.DFlashStub(channel)
             if args.info:
-                how: dict[str, Any] = {"timeout": args.timeout, "metadata": _metadata(args)}
                 print(stub.GetModelInfo(pb.GetModelInfoRequest(), **how), end="")
                 print(stub.GetServerInfo(pb.GetServerInfoRequest(), **how), end="")
             else:
-                _ask(stub, args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except grpc.RpcError as error:
-        details = " ".join((error.details() or "").split())
-        if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
-            print(f"error: {details}", file=sys.stderr)
-            return 2
-        print(f"error: {error.code().name} from {args.address}: {details}", file=sys.stderr)
-        return 1
+                _ask(stub, args, how)
+    except (UserError, grpc.RpcError) as error:
+        return connection.report(error, args.address)
     except KeyboardInterrupt:
         return 130
     return 0

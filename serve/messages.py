@@ -21,6 +21,19 @@ _DRAFT_SAMPLING = {
 _REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
+class FieldError(UserError):
+    """A field of a message that cannot be served.
+
+    Attributes:
+      field: its path in a request, such as "input.text".
+    """
+
+    def __init__(self, message: str, field: str):
+        """See `UserError`."""
+        super().__init__(message)
+        self.field = field
+
+
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     """The parameters of a request; a field that is not set has the library's default.
 
@@ -109,18 +122,22 @@ def input_ids(engine: Engine, message: pb.Input) -> list[int]:
     """Token ids of an input.
 
     Raises:
-      UserError: nothing in it, a conversation that the chat template refuses, or ids that the model does not have.
+      FieldError: nothing in it, a conversation that the chat template refuses, or ids that the model does not have.
     """
     kind = message.WhichOneof("kind")
     if kind is None:
-        raise UserError("input must have text, chat or tokens; found none of them")
-    if kind == "chat":
-        if not message.chat.messages:
-            raise UserError("input.chat has no messages; give at least one")
-        thinking = message.chat.thinking if message.chat.HasField("thinking") else None
-        turns = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
-        return engine.encode(engine.encode_chat(turns, enable_thinking=thinking))
-    return engine.encode(message.text if kind == "text" else list(message.tokens.ids))
+        raise FieldError("input must have text, chat or tokens; found none of them", "input")
+    if kind == "chat" and not message.chat.messages:
+        raise FieldError("input.chat has no messages; give at least one", "input.chat.messages")
+    try:
+        if kind == "chat":
+            thinking = message.chat.thinking if message.chat.HasField("thinking") else None
+            turns = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
+            return engine.encode(engine.encode_chat(turns, enable_thinking=thinking))
+        return engine.encode(message.text if kind == "text" else list(message.tokens.ids))
+    except UserError as error:
+        where = {"chat": "input.chat", "text": "input.text", "tokens": "input.tokens.ids"}
+        raise FieldError(error.public, where[kind]) from error
 
 
 def response(chunk: Chunk) -> pb.GenerateResponse:

@@ -8,8 +8,10 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
+import jax
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -20,15 +22,19 @@ from dflash_jax.flights import Request
 from dflash_jax.request import Chunk
 from serve import messages
 from serve.auth import BearerToken
-from serve.front import Front
-from serve.http import HttpServer, make_app
+from serve.failures import Failure
+from serve.front import Front, Stream
 from serve.interceptors import Readable
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
-from serve.worker import Draining, Lost, QueueFull, Worker
+from serve.worker import Worker
+
+if TYPE_CHECKING:
+    from serve.http import HttpServer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DFlash"].full_name
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_BATCH = 1024  # requests of one call
 # What is compiled before a server is healthy: nothing; what the default method needs; what all methods need.
 WARM_UPS = ("none", "default", "all")
 
@@ -47,34 +53,67 @@ class Service:
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """See dflash.proto."""
+        stream: Stream | None = None
         try:
-            stream = await self._front.open(lambda: self._request(request))
-        except UserError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
-        except QueueFull as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except (Draining, Lost) as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        try:
-            done = False
-            while not done:
-                try:
-                    chunk = await stream.next()
-                except UserError as error:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
-                except Exception:
-                    await context.abort(grpc.StatusCode.INTERNAL, "the engine failed while it served this request")
-                yield messages.response(chunk)
-                done = chunk.completion is not None
+            try:
+                stream = await self._open(request)
+                async for message in _responses(stream):
+                    yield message
+            except Exception as error:
+                await Failure.of(error).abort(context)
         finally:  # the caller has gone, or its deadline has passed
-            stream.close()
+            if stream is not None:
+                stream.close()
+
+    async def GenerateBatch(
+        self, request: pb.GenerateBatchRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateBatchResponse]:
+        """See dflash.proto."""
+        left = len(request.requests)
+        if not 1 <= left <= MAX_BATCH:
+            error = messages.FieldError(f"requests must be 1 to {MAX_BATCH}, found {left}", "requests")
+            await Failure.of(error).abort(context)
+        ready: asyncio.Queue[pb.GenerateBatchResponse] = asyncio.Queue()
+        streams: list[Stream] = []
+
+        def failed(index: int, error: Exception) -> None:
+            failure = Failure.of(error, f"requests[{index}].")
+            ready.put_nowait(pb.GenerateBatchResponse(index=index, error=failure.message()))
+
+        async def follow(index: int, stream: Stream) -> None:
+            try:
+                async for message in _responses(stream):
+                    ready.put_nowait(pb.GenerateBatchResponse(index=index, chunk=message))
+            except Exception as error:
+                failed(index, error)
+
+        async def feed() -> None:
+            for index, one in enumerate(request.requests):
+                try:
+                    streams.append(await self._open(one))
+                except Exception as error:
+                    failed(index, error)
+                else:
+                    tasks.append(asyncio.create_task(follow(index, streams[-1])))
+
+        tasks = [asyncio.create_task(feed())]
+        try:
+            while left:
+                message = await ready.get()
+                yield message
+                left -= message.HasField("error") or message.chunk.HasField("finished")
+        finally:
+            for task in tasks:
+                task.cancel()
+            for stream in streams:
+                stream.close()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """See dflash.proto."""
         try:
             ids = await asyncio.to_thread(messages.input_ids, self._engine, request.input)
         except UserError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
+            return await Failure.of(error).abort(context)
         return pb.TokenizeResponse(token_ids=ids)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
@@ -99,15 +138,29 @@ class Service:
         """See dflash.proto."""
         return pb.GetServerInfoResponse(
             version=dflash_jax.__version__,
+            jax_version=jax.__version__,
             device=self._engine.device.device_kind,
             uptime_seconds=time.monotonic() - self._started,
             **dataclasses.asdict(self._front.worker.stats),
         )
 
+    async def _open(self, message: pb.GenerateRequest) -> Stream:
+        """See `Front.open`."""
+        return await self._front.open(lambda: self._request(message))
+
     def _request(self, message: pb.GenerateRequest) -> Request:
         params = messages.sampling_params(message.params)
         messages.check_served(self._engine, params)
         return self._engine.request(messages.input_ids(self._engine, message.input), params)
+
+
+async def _responses(stream: Stream) -> AsyncIterator[pb.GenerateResponse]:
+    """The messages of a stream, or what `Stream.next` raises."""
+    done = False
+    while not done:
+        chunk = await stream.next()
+        yield messages.response(chunk)
+        done = chunk.completion is not None
 
 
 class Server:
@@ -183,8 +236,10 @@ class Server:
         self._serving = False
         self.http: HttpServer | None = None
         if http_port is not None:
-            app = make_app(self._front, tokens, lambda: self._serving)
-            self.http = HttpServer(app, host, http_port, http_tls)
+            from serve import http  # its packages are many, and gRPC alone needs none of them
+
+            app = http.make_app(self._front, tokens, lambda: self._serving)
+            self.http = http.HttpServer(app, host, http_port, http_tls)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 

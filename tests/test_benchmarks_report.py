@@ -13,6 +13,10 @@ from benchmarks import round as bench_round
 from benchmarks.kernels import Machine, figures
 from benchmarks.report import kind_of, main
 from benchmarks.torch_round import Table
+from dflash_jax import SamplingParams
+from serve.load_driver import Load, Part, Sample
+from serve.load_figures import summarise
+from serve.proto import dflash_pb2 as pb
 from tests.models import save_random_pair
 
 
@@ -46,6 +50,13 @@ def records(tmp_path_factory) -> Path:
         "findings": [{"explained": True}, {"explained": False}],
     }  # fmt: skip
     (folder / "divergence.json").write_text(json.dumps(divergence))
+    plan = Load((b"",), SamplingParams(), (8,), 0, concurrency=4, rate=None, requests=None, seconds=2.0)
+    usage = pb.Usage(rounds=2, mean_accepted_length=2.5).SerializeToString()
+    sample = Sample(0, 0.0, "finished", "", [0.5, 0.75], [1, 4], 1.0, usage)
+    rows = [summarise(name, plan, [Part(0.0, 2.0, [sample], 0.1, 0.2)]) for name in ("ar", "ddtree")]
+    load = {"settings": {"address": "10.0.0.7:1", "concurrency": "4", "plot": "a.svg"}, "device": "NVIDIA H200"}
+    load |= {"jax": "0.11.2", "dtype": "bfloat16", "model": "bundled", "server": {"slots": 64}, "points": rows}
+    (folder / "load.json").write_text(json.dumps(load))
     (folder / "other.json").write_text("[1, 2]")
     return folder
 
@@ -63,6 +74,8 @@ def test_the_report_has_every_record(records: Path, capsys: pytest.CaptureFixtur
     assert "**27b failed**: OutOfMemoryError: too large" in text
     assert "**FAILED: 1 beyond rounding**" in text and "| dflash | 3821 | 3/24 |" in text
     assert "left out: other.json" in text
+    assert "    python -m serve.load --concurrency 4\n" in text and "with 64 slots" in text
+    assert "| ddtree | 4 | 1 | 0 | 0 | 2.5 | 0.50 | 500.0 / 500.0 / 500.0 | 250.0 / 250.0 | 62.5 / 62.5 |" in text
     assert "NVIDIA H200, torch 2.9, transformers 5.1" in text and "NVIDIA H200, jax 0.11.2, bfloat16" in text
     assert "python -m benchmarks.round --shape bundled --dtype float32 --tp 1 --methods ar,tree:3" in text
     assert "--methods ar,ddtree:3" in text and "--max-new-tokens 8" in text
@@ -72,7 +85,7 @@ def test_its_pictures_are_there_and_are_svg(records: Path):
     assert main([str(records)]) == 0
     text = (records / "report.md").read_text()
     shown = [part.partition(")")[0] for part in text.split("](")[1:]]
-    assert "round-times.svg" in shown and "acceptance-speed-t0.svg" in shown and len(shown) >= 4
+    assert {"round-times.svg", "acceptance-speed-t0.svg", "load-load.svg"} <= set(shown) and len(shown) >= 5
     assert sorted(path.name for path in records.glob("*.svg")) == sorted(shown)
     for name in shown:
         assert ElementTree.parse(records / name).getroot().tag.endswith("svg")
@@ -82,7 +95,7 @@ def test_each_record_is_told_from_the_others(records: Path):
     kinds = {path.stem: kind_of(json.loads(path.read_text())) for path in records.glob("*.json")}
     assert kinds == {
         "round": "round", "acceptance": "acceptance", "kernels": "kernels", "torch": "torch_round",
-        "divergence": "divergence", "other": None,
+        "divergence": "divergence", "load": "load", "other": None,
     }  # fmt: skip
 
 

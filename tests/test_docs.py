@@ -119,7 +119,8 @@ def test_flags_in_the_prose_exist(monkeypatch: pytest.MonkeyPatch) -> None:
         "dflash_jax.train", ["draft"], monkeypatch
     )
     benchmarks = ("acceptance", "divergence", "kernels", "round")
-    for module in ("dflash_jax.generate", "serve", "serve.client", *(f"benchmarks.{name}" for name in benchmarks)):
+    programs = ("dflash_jax.generate", "serve", "serve.client", "serve.load")
+    for module in (*programs, *(f"benchmarks.{name}" for name in benchmarks)):
         known |= parse_command(module, [], monkeypatch)
     for page in [ROOT / "README.md", *DOCS, *CARDS]:
         for code in _INLINE.findall(_FENCE.sub("", page.read_text())):

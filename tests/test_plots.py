@@ -123,6 +123,35 @@ def test_a_training_curve_has_loss_and_tau():
         plots.training_curve([])
 
 
+POINTS = [
+    {
+        "method": method, "concurrency": clients, "rate": None, "tokens_per_second": 10.0 * clients,
+        **{key: {"p50": 0.1 * clients, "p99": 0.2 * clients} for key in ("ttft_seconds", "itl_seconds")},
+        "token_seconds": None if clients == 2 else {"p50": 0.05, "p99": 0.25},
+    }
+    for method in ("ar", "ddtree") for clients in (4, 1, 2)
+]  # fmt: skip
+
+
+def test_a_load_has_a_line_a_method():
+    figure = plots.serving_load(POINTS, title="one machine")
+    values = [[line.get_xydata().T.tolist() for line in axes.lines] for axes in figure.axes]
+    loads = [1.0, 2.0, 4.0]
+    assert values[0] == [[loads, [10.0, 20.0, 40.0]]] * 2
+    assert values[1] == values[2]
+    np.testing.assert_allclose(values[1], [[loads, [100, 200, 400]], [loads, [200, 400, 800]]] * 2)
+    np.testing.assert_allclose(values[3], [[[1, 4], [50, 50]], [[1, 4], [250, 250]]] * 2)  # where it was measured
+    assert legend(figure) == ["ar", "ar, p99", "ddtree", "ddtree, p99"]
+    assert "tokens a second" in figure.axes[0].get_ylabel() and all("ms" in a.get_ylabel() for a in figure.axes[1:])
+    assert figure.get_suptitle() == "one machine" and figure.axes[2].get_xlabel() == "requests at once"
+    timed = plots.serving_load([point | {"rate": 2.5, "concurrency": None} for point in POINTS[:1]])
+    assert "Poisson" in timed.axes[3].get_xlabel() and timed.axes[0].lines[0].get_xdata().tolist() == [2.5]
+    with pytest.raises(ValueError, match="needs points"):
+        plots.serving_load([])
+    with pytest.raises(ValueError, match="all with rates"):
+        plots.serving_load([*POINTS, POINTS[0] | {"rate": 1.0}])
+
+
 def test_tokens_as_labels():
     shown = [plots.show_token(t) for t in (" a", "a\n", "", "$x$", "extraordinary")]
     assert shown == ["␣a", "a↵", "∅", "$x$", "extraord…"]
@@ -138,11 +167,13 @@ def test_every_figure_is_drawn_without_complaint(a_round, tmp_path):
         plots.round_times(curves),
         plots.budget_sweep({1: 1.0, 16: 3.0}, curves),
         plots.training_curve([{"step": 1, "loss_mean": 2.0, "tau": 1.5}]),
+        plots.serving_load(POINTS),
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number, figure in enumerate(figures):
-            assert figure.axes[0].get_title() and any(axes.get_xlabel() for axes in figure.axes)
+            assert figure.axes[0].get_title() or figure.get_suptitle()
+            assert any(axes.get_xlabel() for axes in figure.axes)
             assert all(axes.get_ylabel() for axes in figure.axes if axes.get_yticks().size)
             figure.savefig(tmp_path / f"{number}.png")
             assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")

@@ -142,6 +142,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(
     for raw in (b"\xff\xff\xff", not_utf8):
         for call in (
             channel.unary_stream(f"/{SERVICE}/Generate", request_serializer=bytes),
+            channel.unary_stream(f"/{SERVICE}/GenerateBatch", request_serializer=bytes),
             channel.unary_unary(f"/{SERVICE}/Tokenize", request_serializer=bytes),
         ):
             with pytest.raises(grpc.RpcError) as caught:
@@ -308,21 +309,33 @@ def test_the_client_prints_what_the_engine_generates(
     assert "max_model_len: 2048" in capsys.readouterr().out
 
 
-def test_the_example_of_the_page_runs(
+def test_the_examples_of_the_page_run(
     port: int, stub: pb_grpc.DFlashStub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = re.findall(r"```py\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)
-    assert len(code) == 1 and "127.0.0.1:50051" in code[0]
-    scope: dict = {"__name__": "example"}
-    exec(code[0].replace("50051", str(port)), scope)
-    params = SamplingParams(max_new_tokens=40)
-    parts = stub.Generate(request(params, pb.Input(text="Once upon a time")))
-    assert capsys.readouterr().out == "".join(part.text for part in parts) != ""
+    parts = stub.Generate(request(SamplingParams(max_new_tokens=40), pb.Input(text="Once upon a time")))
+    once = "".join(part.text for part in parts)
+    owls = "".join(part.text for part in stub.Generate(request(SamplingParams())))
+    shown = []
+    for example in code:
+        assert "127.0.0.1:50051" in example
+        exec(example.replace("50051", str(port)), {"__name__": "example"})
+        shown.append(capsys.readouterr().out)
+    ids = stub.Tokenize(pb.TokenizeRequest(input=pb.Input(text="Once upon a time"))).token_ids
+    assert shown == [once, f"cpu {len(ids)} tokens\n{owls}\n{once}"] and once
 
 
 def test_the_client_says_that_there_is_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert client.main(["--address", "127.0.0.1:1", "Hello"]) == 1
     assert capsys.readouterr().err.startswith("error: UNAVAILABLE from 127.0.0.1:1: ")
+
+
+def test_grpc_alone_needs_no_package_of_http() -> None:
+    code = "import sys; sys.modules.update(dict.fromkeys(['fastapi', 'starlette', 'uvicorn']))"
+    code += "; import serve.server, serve.load"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    code = code.replace("fastapi", "prometheus_client")  # the trick does keep a package away
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 1
 
 
 def test_flags_that_cannot_be_are_one_line(

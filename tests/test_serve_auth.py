@@ -4,9 +4,7 @@ import asyncio
 import shutil
 import ssl
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -25,6 +23,7 @@ from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
 from serve.server import Server
 from tests.models import random_target
+from tests.servers import serving
 
 TOKENIZE = pb.TokenizeRequest(input=pb.Input(tokens=pb.TokenIds(ids=[5, 6])))
 
@@ -32,28 +31,6 @@ TOKENIZE = pb.TokenizeRequest(input=pb.Input(tokens=pb.TokenIds(ids=[5, 6])))
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine(random_target(), None, Tokenizer.from_folder(BUNDLED_TARGET), max_slots=1, max_model_len=64)
-
-
-@contextmanager
-def serving(engine: Engine, **options: object) -> Iterator[int]:
-    """A server that compiles nothing; yields its port."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    async def started() -> Server:
-        server = Server(engine, "127.0.0.1", 0, max_queue=1, warm_up="none", **options)  # type: ignore[arg-type]
-        await server.start()
-        return server
-
-    server = asyncio.run_coroutine_threadsafe(started(), loop).result(60)
-    try:
-        yield server.port
-    finally:
-        asyncio.run_coroutine_threadsafe(server.stop(1), loop).result(60)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def code_of(call: Callable[[], object]) -> grpc.StatusCode | None:

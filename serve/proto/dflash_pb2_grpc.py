@@ -39,6 +39,11 @@ class DFlashStub:
                 request_serializer=serve_dot_proto_dot_dflash__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=serve_dot_proto_dot_dflash__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateBatch = channel.unary_stream(
+                '/dflash.v1.DFlash/GenerateBatch',
+                request_serializer=serve_dot_proto_dot_dflash__pb2.GenerateBatchRequest.SerializeToString,
+                response_deserializer=serve_dot_proto_dot_dflash__pb2.GenerateBatchResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/dflash.v1.DFlash/Tokenize',
                 request_serializer=serve_dot_proto_dot_dflash__pb2.TokenizeRequest.SerializeToString,
@@ -62,6 +67,14 @@ class DFlashServicer:
     def Generate(self, request, context):
         """Decodes one request. Text arrives as rounds finish; the last message, and no other, has `finished`.
         Cancelling the call, or its deadline, ends the request on the device too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateBatch(self, request, context):
+        """Decodes many requests, each as by Generate, in the order in which they get a slot; their messages come mixed. A
+        request that fails does not end the others. The call ends when all have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +108,11 @@ def add_DFlashServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=serve_dot_proto_dot_dflash__pb2.GenerateRequest.FromString,
                     response_serializer=serve_dot_proto_dot_dflash__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateBatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateBatch,
+                    request_deserializer=serve_dot_proto_dot_dflash__pb2.GenerateBatchRequest.FromString,
+                    response_serializer=serve_dot_proto_dot_dflash__pb2.GenerateBatchResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -139,6 +157,33 @@ class DFlash:
             '/dflash.v1.DFlash/Generate',
             serve_dot_proto_dot_dflash__pb2.GenerateRequest.SerializeToString,
             serve_dot_proto_dot_dflash__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dflash.v1.DFlash/GenerateBatch',
+            serve_dot_proto_dot_dflash__pb2.GenerateBatchRequest.SerializeToString,
+            serve_dot_proto_dot_dflash__pb2.GenerateBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,
