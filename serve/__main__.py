@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.errors import UserError
+from serve import transport
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--http-port", type=int, metavar="PORT", help="speak OpenAI's HTTP protocol there too; 0 takes one that is free"
     )
+    transport.add_flags(parser)
     parser.add_argument("--token-file", type=Path, help="bearer tokens, one a line, one of which each call must have")
     parser.add_argument("--tls-cert", type=Path, help="PEM file of the server's certificate (and its chain)")
     parser.add_argument("--tls-key", type=Path, help="PEM file of its private key")
@@ -56,6 +58,7 @@ async def _serve(args: argparse.Namespace) -> None:
 
     # What is wrong with these is said before a model is loaded.
     tokens = [] if args.token_file is None else read_tokens(args.token_file)
+    connections = transport.transport_of(args)
     credentials = server_credentials(args.tls_cert, args.tls_key, args.tls_client_ca)
     if tokens and credentials is None and args.host not in ("127.0.0.1", "::1", "localhost"):
         logging.warning("tokens cross the network in plain text: give --tls-cert and --tls-key")
@@ -85,6 +88,7 @@ async def _serve(args: argparse.Namespace) -> None:
         engine, args.host, args.port, args.max_queue,
         warm_up=args.warm_up, tokens=tokens, credentials=credentials, pages=pages,
         prefix_bytes=args.prefix_cache_mib << 20, http_port=args.http_port,
+        transport=connections,
         http_tls=None if credentials is None else (args.tls_cert, args.tls_key, args.tls_client_ca),
     )  # fmt: skip
     starting = asyncio.create_task(server.start())

@@ -207,7 +207,7 @@ async def measure(
       WarmUpFailed: the server does not serve this.
       UserError: the files of `endpoint` do not do.
     """
-    async with AsyncClient(endpoint.address, token=endpoint.token(), credentials=endpoint.credentials()) as client:
+    async with AsyncClient.to(endpoint) as client:
         driver = _Driver(client, load, share, shares)
         await driver.warm_up()
         ready()
