@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.errors import UserError
-from serve import transport
+from serve import config_file, transport
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags; those of a model are `dflash_jax.generate`'s."""
     parser = argparse.ArgumentParser(prog="python -m serve", description=__doc__)
+    config_file.add_flag(parser)
     parser.add_argument("--model", help="as of dflash_jax.generate (default: the bundled pair)")
     parser.add_argument("--draft-model", help="the drafter")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
@@ -107,9 +108,9 @@ async def _serve(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server; returns its exit status, 2 where what the user gave is wrong."""
-    args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
+        args = config_file.parse(build_parser(), argv)
         if args.max_slots < 1 or args.max_queue < 0 or not args.drain_seconds >= 0 or not 0 <= args.port < 1 << 16:
             raise UserError(
                 "--max-slots must be at least 1, --max-queue and --drain-seconds at least 0, --port 0 to 65535"
