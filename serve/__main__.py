@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.errors import UserError
+from serve import config_file, transport
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags; those of a model are `dflash_jax.generate`'s."""
     parser = argparse.ArgumentParser(prog="python -m serve", description=__doc__)
+    config_file.add_flag(parser)
     parser.add_argument("--model", help="as of dflash_jax.generate (default: the bundled pair)")
     parser.add_argument("--draft-model", help="the drafter")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
@@ -35,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--http-port", type=int, metavar="PORT", help="speak OpenAI's HTTP protocol there too; 0 takes one that is free"
     )
+    transport.add_flags(parser)
     parser.add_argument("--token-file", type=Path, help="bearer tokens, one a line, one of which each call must have")
     parser.add_argument("--tls-cert", type=Path, help="PEM file of the server's certificate (and its chain)")
     parser.add_argument("--tls-key", type=Path, help="PEM file of its private key")
@@ -56,6 +59,7 @@ async def _serve(args: argparse.Namespace) -> None:
 
     # What is wrong with these is said before a model is loaded.
     tokens = [] if args.token_file is None else read_tokens(args.token_file)
+    connections = transport.transport_of(args)
     credentials = server_credentials(args.tls_cert, args.tls_key, args.tls_client_ca)
     if tokens and credentials is None and args.host not in ("127.0.0.1", "::1", "localhost"):
         logging.warning("tokens cross the network in plain text: give --tls-cert and --tls-key")
@@ -85,6 +89,7 @@ async def _serve(args: argparse.Namespace) -> None:
         engine, args.host, args.port, args.max_queue,
         warm_up=args.warm_up, tokens=tokens, credentials=credentials, pages=pages,
         prefix_bytes=args.prefix_cache_mib << 20, http_port=args.http_port,
+        transport=connections,
         http_tls=None if credentials is None else (args.tls_cert, args.tls_key, args.tls_client_ca),
     )  # fmt: skip
     starting = asyncio.create_task(server.start())
@@ -103,9 +108,9 @@ async def _serve(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server; returns its exit status, 2 where what the user gave is wrong."""
-    args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
+        args = config_file.parse(build_parser(), argv)
         if args.max_slots < 1 or args.max_queue < 0 or not args.drain_seconds >= 0 or not 0 <= args.port < 1 << 16:
             raise UserError(
                 "--max-slots must be at least 1, --max-queue and --drain-seconds at least 0, --port 0 to 65535"

@@ -11,6 +11,7 @@ from dflash_jax.request import SamplingParams
 from serve import connection, messages
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
+from serve.transport import COMPRESSIONS, client_options
 
 # Text to continue as it is, the turns of a conversation (each with "role" and "content"), token ids, or the message.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | pb.Input
@@ -50,6 +51,7 @@ class AsyncClient:
         *,
         token: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        compression: str = "none",
         timeout: float | None = None,
     ):
         """Connects when the first call is made.
@@ -58,15 +60,25 @@ class AsyncClient:
           address: HOST:PORT.
           token: that the server wants to see, if any.
           credentials: for TLS, such as `grpc.ssl_channel_credentials()`; None for plain text.
+          compression: of what is sent; one of `serve.transport.COMPRESSIONS`.
           timeout: seconds that a call may take, where it does not say; None for ever.
         """
+        how: dict[str, Any] = {"options": client_options(), "compression": COMPRESSIONS[compression]}
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address)
+            self._channel = grpc.aio.insecure_channel(address, **how)
         else:
-            self._channel = grpc.aio.secure_channel(address, credentials)
+            self._channel = grpc.aio.secure_channel(address, credentials, **how)
         self.stub = pb_grpc.DFlashStub(self._channel)
         self.metadata = connection.bearer(token)
         self._timeout = timeout
+
+    @classmethod
+    def to(cls, endpoint: connection.Endpoint, timeout: float | None = None) -> Self:
+        """To the server that a command line names. `UserError` where its files do not do."""
+        return cls(
+            endpoint.address, token=endpoint.token(), credentials=endpoint.credentials(),
+            compression=endpoint.compression, timeout=timeout,
+        )  # fmt: skip
 
     async def __aenter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ from dflash_jax.request import METHODS, SamplingParams
 from serve import connection, messages
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
+from serve.transport import COMPRESSIONS, client_options
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,9 +46,10 @@ def _input(args: argparse.Namespace) -> pb.Input:
 
 def _channel(to: connection.Endpoint) -> grpc.Channel:
     credentials = to.credentials()
+    how: dict[str, Any] = {"options": client_options(), "compression": COMPRESSIONS[to.compression]}
     if credentials is None:
-        return grpc.insecure_channel(to.address)
-    return grpc.secure_channel(to.address, credentials)
+        return grpc.insecure_channel(to.address, **how)
+    return grpc.secure_channel(to.address, credentials, **how)
 
 
 def _ask(stub: pb_grpc.DFlashStub, args: argparse.Namespace, how: dict[str, Any]) -> None:

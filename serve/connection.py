@@ -9,6 +9,7 @@ import grpc
 
 from dflash_jax.errors import UserError
 from serve.auth import channel_credentials, read_tokens
+from serve.transport import COMPRESSIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Endpoint:
       address: HOST:PORT.
       token_file: whose first token is shown; None for none.
       tls_ca, tls_cert, tls_key: see `serve.auth.channel_credentials`.
+      compression: of what is sent; one of `serve.transport.COMPRESSIONS`.
     """
 
     address: str
@@ -26,6 +28,7 @@ class Endpoint:
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    compression: str = "none"
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """For TLS; None for plain text. `UserError` where the files do not do."""
@@ -43,6 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority of the server; with it the call is TLS")
     parser.add_argument("--tls-cert", type=Path, help="PEM file of a certificate to show (mutual TLS)")
     parser.add_argument("--tls-key", type=Path, help="PEM file of its private key")
+    parser.add_argument("--compression", default="none", choices=COMPRESSIONS, help="of what is sent")
 
 
 def endpoint_of(args: argparse.Namespace) -> Endpoint:

@@ -166,8 +166,7 @@ def measuring(endpoint: Endpoint, processes: int) -> Iterator[Measure]:
 
 async def ask(endpoint: Endpoint) -> Info:
     """What the server has loaded."""
-    client = AsyncClient(endpoint.address, token=endpoint.token(), credentials=endpoint.credentials(), timeout=60)
-    async with client:
+    async with AsyncClient.to(endpoint, timeout=60) as client:
         return await client.info()
 
 

@@ -1,7 +1,7 @@
 """One process of a load: clients that each have one request in flight, or requests that come at random times.
 
 Request n of a point is the same whoever sends it and whatever the method: its prompt, its length, its seed and, in an
-open loop, when it comes follow from n and the seed of the load. Process k of P sends the requests k, k + P, k + 2P, …
+open loop, when it comes follow from n and the seed of the load. Processes share the clients, or the requests that come.
 """
 
 import asyncio
@@ -144,16 +144,17 @@ class _Driver:
     def __init__(self, client: AsyncClient, load: Load, share: int, shares: int):
         self._client, self._load = client, load
         self._share, self._shares = share, shares
-        numbers = itertools.count(share, shares) if load.requests is None else range(share, load.requests, shares)
-        self._numbers = iter(numbers)
+        # A process with twice the clients sends twice the requests; one that has none sends none.
+        self._clients = range(share, load.concurrency or 4, shares)
+        width = load.concurrency or shares
+        numbers = itertools.count() if load.requests is None else range(load.requests)
+        self._numbers = (number for number in numbers if number % width % shares == share)
         self.samples: list[Sample] = []
 
     async def warm_up(self) -> None:
         """One short request of each client, all at once; what fails is raised, but that the server's line is full."""
-        load = self._load
-        clients = len(range(self._share, load.concurrency or 4, self._shares))
-        samples = [Sample(self._share + k * self._shares, 0.0) for k in range(clients)]
-        sending = [_send(self._client, s, load.request(s.number, WARM_UP_TOKENS)) for s in samples]
+        samples = [Sample(number, 0.0) for number in self._clients]
+        sending = [_send(self._client, s, self._load.request(s.number, WARM_UP_TOKENS)) for s in samples]
         await asyncio.gather(*sending)
         failed = [sample.error for sample in samples if sample.outcome == "failed"]
         if failed:
@@ -172,9 +173,7 @@ class _Driver:
                 await asyncio.sleep(_PAUSE)
 
     async def _closed(self) -> None:
-        assert self._load.concurrency is not None
-        clients = len(range(self._share, self._load.concurrency, self._shares))
-        await asyncio.gather(*[self._client_loop() for _ in range(clients)])
+        await asyncio.gather(*[self._client_loop() for _ in self._clients])
 
     async def _open(self) -> None:
         start = time.perf_counter()
@@ -207,7 +206,7 @@ async def measure(
       WarmUpFailed: the server does not serve this.
       UserError: the files of `endpoint` do not do.
     """
-    async with AsyncClient(endpoint.address, token=endpoint.token(), credentials=endpoint.credentials()) as client:
+    async with AsyncClient.to(endpoint) as client:
         driver = _Driver(client, load, share, shares)
         await driver.warm_up()
         ready()

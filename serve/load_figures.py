@@ -65,7 +65,7 @@ def summarise(method: str, load: Load, parts: Sequence[Part]) -> dict[str, Any]:
         "latency_seconds": percentiles([s.end - s.start for s in done], (50, 90, 99)),
         "rounds": rounds,
         "tau": sum(u.rounds * u.mean_accepted_length for u in usages) / rounds if rounds else None,
-        "client_loop_share": max(part.loop_seconds / (part.end - part.start) for part in parts),
+        "client_loop_share": max(part.loop_seconds for part in parts) / seconds,
         "client_cpu": sum(part.cpu_seconds for part in parts) / seconds,
         "requests": _columns(samples, start),
     }

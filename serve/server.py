@@ -27,13 +27,13 @@ from serve.front import Front, Stream
 from serve.interceptors import Readable
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
+from serve.transport import COMPRESSIONS, Transport
 from serve.worker import Worker
 
 if TYPE_CHECKING:
     from serve.http import HttpServer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DFlash"].full_name
-MAX_MESSAGE_BYTES = 16 << 20
 MAX_BATCH = 1024  # requests of one call
 # What is compiled before a server is healthy: nothing; what the default method needs; what all methods need.
 WARM_UPS = ("none", "default", "all")
@@ -185,6 +185,7 @@ class Server:
         prefix_bytes: int = 0,
         http_port: int | None = None,
         http_tls: tuple[Path, Path, Path | None] | None = None,
+        transport: Transport | None = None,
     ):
         """Not listening yet; call it in a running event loop.
 
@@ -199,19 +200,21 @@ class Server:
           pages, prefix_bytes: see `Engine.scheduler`.
           http_port: 0 for any that is free; None for no HTTP.
           http_tls: see `HttpServer`.
+          transport: how connections over gRPC behave; None for the defaults.
 
         Raises:
           UserError: a port cannot be had, or the memory for prefixes holds none.
         """
         self._warm_up_for = warm_up
-        options = [
-            ("grpc.so_reuseport", 0),  # else two servers would share a port, each with half of the calls
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ]
+        transport = transport or Transport()
+        # Else two servers would share a port, each with half of the calls.
+        options = [("grpc.so_reuseport", 0), *transport.options()]
         interceptors: list[grpc.aio.ServerInterceptor] = [Readable(SERVICE)]
         if tokens:
             interceptors.insert(0, BearerToken(tokens, exempt=[health.SERVICE_NAME]))
-        self._server = grpc.aio.server(interceptors=interceptors, options=options)
+        self._server = grpc.aio.server(
+            interceptors=interceptors, options=options, compression=COMPRESSIONS[transport.compression]
+        )
         address = f"{host}:{port}"
         try:
             if credentials is None:

@@ -151,10 +151,10 @@ def test_figures_are_those_of_the_samples() -> None:
     assert row["token_seconds"]["mean"] == pytest.approx((4 * 0.05 + 2 * 0.2 + 5 * 0.02) / 11)
     assert row["latency_seconds"]["p50"] == pytest.approx(0.7)
     assert row["tau"] == pytest.approx(7 / 3) and (row["prompt_tokens"], row["cached_tokens"]) == (18, 6)
-    assert row["client_loop_share"] == pytest.approx(0.9) and row["client_cpu"] == pytest.approx(1.2)
+    assert row["client_loop_share"] == pytest.approx(0.81) and row["client_cpu"] == pytest.approx(1.2)
     assert row["requests"]["number"] == [0, 1, 2, 3, 4] and row["requests"]["chunks"] == [1, 2, 3, 0, 2]
     texts = dict(zip(HEADER, cells(row), strict=True))
-    assert (texts["tokens/s"], texts["τ"], texts["client"]) == ("7.0", "2.33", "90%")
+    assert (texts["tokens/s"], texts["τ"], texts["client"]) == ("7.0", "2.33", "81%")
     assert len(line(HEADER)) == len(line(cells(row)))
     assert remarks([row]) == [
         "dflash at 3: INTERNAL: broken",
@@ -221,9 +221,13 @@ def test_requests_come_by_themselves(endpoint: Endpoint) -> None:
 
 def test_processes_share_a_load(endpoint: Endpoint) -> None:
     with load.measuring(endpoint, 2) as measuring:
+        idle = summarise("dflash", LOAD, measuring(dataclasses.replace(LOAD, concurrency=1)))
+        assert idle["finished"] == 8 and idle["client_loop_share"] < 0.8  # one of them has no client
         parts = measuring(LOAD)
         numbers = [[sample.number for sample in part.samples] for part in parts]
-        assert [sorted(one) for one in numbers] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert [sorted(one) for one in numbers] == [[0, 2, 3, 5, 6], [1, 4, 7]]  # two clients, one client
+        come = measuring(dataclasses.replace(LOAD, concurrency=None, rate=50.0))
+        assert [[s.number for s in part.samples] for part in come] == [[0, 2, 4, 6], [1, 3, 5, 7]]
         assert all(sample.outcome == "finished" for part in parts for sample in part.samples)
         assert abs(parts[0].start - parts[1].start) < 0.5
         broken = dataclasses.replace(LOAD, params=dataclasses.replace(PARAMS, method="mtp"))
