@@ -7,11 +7,9 @@ that fp32 methods disagree; 2 with one line on stderr for anything the user can 
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import io
 import json
 import os
-import platform
 import sys
 import time
 import warnings
@@ -214,15 +212,6 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _host_digest() -> str:
-    """Stands for the processor: compiled CPU code uses its extensions, and a home may be shared by many machines."""
-    lines = [platform.machine()]
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text()
-        lines += [x for x in text.splitlines() if x.startswith(("flags", "Features"))][:1]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-
-
 def set_up_compile_cache(folder: str | None) -> None:
     """Keeps compiled programs between runs. A damaged entry costs its compilation and nothing else.
 
@@ -234,14 +223,18 @@ def set_up_compile_cache(folder: str | None) -> None:
     """
     import jax
 
+    from dflash_jax import executables
+
     if folder == NO_CACHE:
+        executables.keep_in(None)
         jax.config.update("jax_enable_compilation_cache", False)
         return
-    if folder is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    if folder is None and (own := os.environ.get("JAX_COMPILATION_CACHE_DIR")):
+        executables.keep_in(Path(own) / "programs")
         return
     if folder is None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-        path = base / "dflash-jax" / f"xla-{_host_digest()}"
+        path = base / "dflash-jax" / f"xla-{executables.host_digest()}"
     else:
         path = Path(folder)
     try:
@@ -252,6 +245,7 @@ def set_up_compile_cache(folder: str | None) -> None:
             return  # a read-only home: every run compiles
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--compile-cache-dir {folder}: cannot be made ({reason})") from None
+    executables.keep_in(path / "programs")
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHED_FROM_SECONDS)
     # JAX locks the folder against other processes only if its size is bounded.

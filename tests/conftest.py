@@ -80,3 +80,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"(JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}; a GPU run sets cuda,cpu)"
             )
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def no_programs_from_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command lines called in this process trace their programs, which a test may have changed."""
+    from dflash_jax import executables
+
+    monkeypatch.setattr(executables, "keep_in", lambda folder: None)

@@ -123,7 +123,7 @@ def generate_batch(
 
     order = jnp.broadcast_to(jnp.arange(width), (batch, width))
     start = target.empty_context(batch)
-    out = target(Rows(prompt, order, order < lengths[:, None]), start, implementation="xla")
+    out = target(Rows(prompt, order, order < lengths[:, None]), start)
     cache = commit_causal(cache, out.updates, tables, jnp.zeros_like(lengths), jnp.arange(batch), lengths)
     last = jnp.take_along_axis(out.hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     first = choose(target.logits(last), 0)
@@ -143,7 +143,7 @@ def generate_batch(
         alive = alive & ~stopped(token)
         rows = Rows(token[:, None], lengths[:, None], jnp.ones((batch, 1), bool), alone, taps)
         context = Context(cache.kv, tables, lengths, cache.recurrent, cache.conv)
-        out = target(rows, context, implementation="xla")
+        out = target(rows, context)
         count = alive.astype(jnp.int32)
         cache: Cache = commit(cache, out.updates, tables, lengths, root, count)
         token = choose(target.logits(out.hidden[:, 0]), index + 1)

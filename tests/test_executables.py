@@ -1,0 +1,148 @@
+"""Programs kept on disk: found without tracing, and only where everything that they follow from is the same."""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import dflash_jax
+from dflash_jax import Engine, SamplingParams, executables
+from dflash_jax import round as rounds
+from dflash_jax.acceptance import greedy, sample
+from dflash_jax.loading import BUNDLED_TARGET
+from dflash_jax.round import RoundSpec
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tree import SpineFirst
+from tests.models import random_drafter, random_target, save_random_pair
+
+PARAMS = SamplingParams(max_new_tokens=12, method="ar", ignore_eos=True)
+TREE = dataclasses.replace(PARAMS, method="ddtree", tree_budget=5)
+
+
+def engine() -> Engine:
+    """The same models each time, and none of their programs."""
+    target = random_target(3, layers=2)
+    drafter = random_drafter(target, target_layer_ids=(0, 1))
+    return Engine(target, drafter, Tokenizer.from_folder(BUNDLED_TARGET), max_slots=1, prefill_chunk=16)
+
+
+def tokens(one: Engine, params: SamplingParams = PARAMS) -> list[int]:
+    return one.generate([[5, 6, 7]], params)[0].token_ids
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(executables, "_folder", tmp_path / "programs")
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield tmp_path / "programs"
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+def test_what_comes_from_the_cache_of_jax_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(executables, "_folder", tmp_path)
+    folder, least = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    compilation_cache.reset_cache()
+    try:
+        kept = []
+        for _ in range(2):
+            jax.clear_caches()
+            lowered = jax.jit(lambda x: jnp.sort(x) + 3).lower(jnp.zeros((1000,)))
+            kept.append(executables.compiled(lowered, None)[1])
+        assert kept == [True, False]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+        compilation_cache.reset_cache()
+
+
+def files(folder: Path) -> set[Path]:
+    return set(folder.glob("*.program"))
+
+
+def test_a_second_engine_traces_nothing(folder, monkeypatch):
+    first = engine()
+    expected = tokens(first)
+    assert files(folder)
+
+    def traced(*_, **__):
+        raise AssertionError("a program was traced")
+
+    for name in ("decode", "prefill"):
+        monkeypatch.setattr(rounds, name, traced)
+    second = engine()
+    assert tokens(second) == expected
+    (done,) = second.generate([[5, 6, 7]], PARAMS)
+    assert done.kernels == first.generate([[5, 6, 7]], PARAMS)[0].kernels
+    with pytest.raises(AssertionError, match="traced"):
+        tokens(engine(), TREE)
+
+
+def test_damaged_and_foreign_files_cost_their_compilation(folder):
+    expected = tokens(engine())
+    for i, path in enumerate(sorted(files(folder))):
+        path.write_bytes(b"" if i % 2 else path.read_bytes()[:-100])
+    assert tokens(engine()) == expected
+
+
+def test_nothing_is_found_once_the_source_has_changed(folder, monkeypatch):
+    tokens(engine())
+    before = files(folder)
+    monkeypatch.setattr(executables, "source_digest", lambda: "another")
+    tokens(engine())
+    assert len(files(folder)) == 2 * len(before)
+
+
+def test_a_policy_from_elsewhere_is_not_kept(folder):
+    @dataclasses.dataclass(frozen=True)
+    class Own(SpineFirst):
+        pass
+
+    own, usual = engine(), engine()
+    own.policy = Own()
+    expected = tokens(own, TREE)
+    kept = files(folder)
+    assert tokens(usual, TREE) == expected
+    assert len(files(folder)) == len(kept) + 1
+
+
+def test_two_devices(folder, tmp_path):
+    models = save_random_pair(tmp_path / "pair")
+
+    def loaded(tp: int) -> Engine:
+        return dflash_jax.load(*models, tp=tp, dtype="float32", max_slots=1, max_model_len=128)
+
+    expected = tokens(loaded(2))
+    kept = files(folder)
+    assert tokens(loaded(2)) == expected and files(folder) == kept
+    assert tokens(loaded(1)) == expected and len(files(folder)) == 2 * len(kept)
+
+
+def test_the_folder_is_bounded(folder, monkeypatch):
+    tokens(engine())
+    largest = max(path.stat().st_size for path in files(folder))
+    monkeypatch.setattr(executables, "MOST_BYTES", largest)
+    tokens(engine(), dataclasses.replace(PARAMS, temperature=0.5))
+    assert sum(path.stat().st_size for path in files(folder)) <= largest
+
+
+def test_descriptions():
+    class Mine(enum.Enum):
+        A = 1
+
+    chain = RoundSpec(3, 4, rule=greedy)
+    assert executables.describe(chain) == executables.describe(dataclasses.replace(chain))
+    different = [chain, dataclasses.replace(chain, rule=sample), dataclasses.replace(chain, budget=2), (1,), (True,)]
+    assert len({executables.describe(value) for value in different}) == len(different)
+    for unknown in (lambda x: x, functools.partial(greedy), Mine.A, jax, object()):
+        with pytest.raises(executables._Unknown):
+            executables.describe(unknown)
