@@ -117,7 +117,14 @@ def test_a_training_curve_has_loss_and_tau():
     figure = plots.training_curve(lines)
     assert [axes.lines[0].get_ydata().tolist() for axes in figure.axes] == [[4.0, 3.0, 2.0], [2.0, 3.0, 4.0]]
     assert [axes.get_ylabel() for axes in figure.axes] == ["nats a token", "tokens a round"]
+    figure = plots.training_curve(lines, heldout=[(0, 1.0), (60, 2.5)], reference=("shipped", 3.25))
+    trained, heldout, mark = figure.axes[1].lines
+    assert trained.get_ydata().tolist() == [2.0, 3.0, 4.0]
+    assert heldout.get_xydata().tolist() == [[0, 1.0], [60, 2.5]]
+    assert list(mark.get_ydata()) == [3.25, 3.25] and legend(figure)[-1] == "shipped: τ = 3.25"
     without = plots.training_curve([{"step": 1, "loss_mean": 2.0}])
+    with pytest.raises(ValueError, match="no 'tau'"):
+        plots.training_curve([{"step": 1, "loss_mean": 2.0}], heldout=[(1, 2.0)])
     assert len(without.axes) == 1
     with pytest.raises(ValueError, match="at least one"):
         plots.training_curve([])
