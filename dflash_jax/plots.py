@@ -123,8 +123,9 @@ def token_tree(
             "linewidth": 1.8 if edge == ACCEPTED else 0.6,
         }  # fmt: skip
         axes.text(
-            x, y, show_token(text), fontsize=8, ha="center", va="center", bbox=box, parse_math=False, zorder=3,
-            color="white" if dark else "black",
+            # A comma alone would have no room inside a dashed outline.
+            x, y, show_token(text).center(3), fontsize=8, ha="center", va="center", bbox=box, parse_math=False,
+            zorder=3, color="white" if dark else "black",
         )  # fmt: skip
 
     def edge(row: int, x: float, y: float, taken: bool, dashed: bool = False) -> None:

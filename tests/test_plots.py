@@ -65,6 +65,8 @@ def test_a_chain_is_one_line_and_padding_is_left_out():
     figure = plots.token_tree(tree, word, path=[0, 1])
     assert texts(figure) == ["␣w1", "␣w2", "␣w3"]
     assert {t.get_position()[1] for t in figure.axes[0].texts} == {0.0}
+    narrow = plots.token_tree(tree, lambda token: ",", path=[0], bonus=3)
+    assert {len(label) for label in texts(narrow)} == {3}  # room between a comma and its outline
 
 
 def test_the_mask_shows_each_kind_of_entry(a_round):
