@@ -123,8 +123,9 @@ def token_tree(
             "linewidth": 1.8 if edge == ACCEPTED else 0.6,
         }  # fmt: skip
         axes.text(
-            x, y, show_token(text), fontsize=8, ha="center", va="center", bbox=box, parse_math=False, zorder=3,
-            color="white" if dark else "black",
+            # A comma alone would have no room inside a dashed outline.
+            x, y, show_token(text).center(3), fontsize=8, ha="center", va="center", bbox=box, parse_math=False,
+            zorder=3, color="white" if dark else "black",
         )  # fmt: skip
 
     def edge(row: int, x: float, y: float, taken: bool, dashed: bool = False) -> None:
@@ -362,26 +363,47 @@ def budget_sweep(
     return figure
 
 
-def training_curve(metrics: Sequence[Mapping[str, Any]], *, title: str = "Training of a drafter") -> Figure:
+def training_curve(
+    metrics: Sequence[Mapping[str, Any]],
+    *,
+    heldout: Sequence[tuple[int, float]] = (),
+    reference: tuple[str, float] | None = None,
+    title: str = "Training of a drafter",
+) -> Figure:
     """Loss and, where the stage has it, τ over steps.
 
     Args:
       metrics: the lines of a run's `metrics.jsonl`.
+      heldout: (steps done, τ of decoding held-out prompts), drawn beside the τ of training; where there are any, `tau`
+        must be among the metrics.
+      reference: name and τ of another drafter on the same prompts, a horizontal line.
 
     Raises:
-      ValueError: no lines.
+      ValueError: no lines, or a held-out τ or reference without a τ of training.
     """
     if not metrics:
         raise ValueError("a training curve needs at least one line of metrics")
     has_tau = "tau" in metrics[0]
-    figure = new_figure(7.0, 5.2 if has_tau else 3.2)
+    if (heldout or reference) and not has_tau:
+        raise ValueError("these metrics have no 'tau' to draw a held-out one beside")
+    figure = new_figure(7.0, 5.6 if has_tau else 3.2)
     panels = np.atleast_1d(figure.subplots(2 if has_tau else 1, 1, sharex=True))
     steps = [line["step"] for line in metrics]
-    names = {"loss_mean": "loss (mean since the last point)", "tau": "τ of argmax chains"}
-    for axes, (key, label), colour in zip(panels, names.items(), COLOURS[1:], strict=False):
+    names = {"loss_mean": "training: loss, mean since the last point"}
+    if has_tau:
+        names["tau"] = "training: τ at random places of the last batch"
+    for axes, (key, label), colour in zip(panels, names.items(), COLOURS[1:3], strict=False):
         axes.plot(steps, [line[key] for line in metrics], "o-", markersize=3, color=colour, label=label)
         axes.set_ylabel("nats a token" if key == "loss_mean" else "tokens a round")
         style(axes)
+    if heldout:
+        label = "held-out prompts: τ of decoding"
+        panels[-1].plot(*zip(*heldout, strict=True), "s-", markersize=5, color=COLOURS[3], label=label)
+    if reference is not None:
+        name, tau = reference
+        panels[-1].axhline(tau, color=COLOURS[0], linewidth=1, linestyle="--", label=f"{name}: τ = {tau:.2f}")
+    if has_tau:
+        panels[-1].set_ylim(bottom=0)
     panels[-1].set_xlabel("optimiser steps")
     panels[0].set_title(title, fontsize=10)
     _legend(figure, [h for axes in panels for h in axes.get_legend_handles_labels()[0]], 2)

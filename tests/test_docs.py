@@ -1,11 +1,13 @@
 """The documentation is true: its Python runs, its links resolve, its commands parse, its figures are the files'.
 
 A fenced block marked exactly `python` in the README or in `docs/*.md` is executed, the blocks of a file one after the
-other in one namespace. Every `python -m …` in a fenced block or in inline code is parsed by the program's own parser,
-not run.
+other in one namespace; one marked `py` needs a server and is compiled, its imports executed. Every `python -m …` in a
+fenced block or in inline code is parsed by the program's own parser, not run. Targets and variables of `make`, extras
+of `pip install` and files named in code exist. The text cells of notebooks are pages too.
 """
 
 import argparse
+import ast
 import base64
 import importlib.util
 import json
@@ -13,6 +15,7 @@ import re
 import runpy
 import shlex
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CARDS = [BUNDLED_TARGET / "README.md", BUNDLED_DRAFTER / "README.md"]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS, *CARDS]
+# Text cells as a page: the comments of their sources (that the notebooks are made of these, another test holds).
+SOURCES = sorted((ROOT / "notebooks" / "source").glob("0*.py"))
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 _FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -44,6 +49,21 @@ _LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 _COMMAND = re.compile(r"(?:^|[\s/])python3? -m ([\w.]+)([^\n]*)")
 # Programs of others: it is enough that they can be imported.
 _FOREIGN = ("pytest", "venv", "pip")
+
+
+def page_text(page: Path) -> str:
+    """Markdown of a page, or of a notebook's text cells."""
+    text = page.read_text()
+    if page.suffix == ".md":
+        return text
+    cells = re.split(r"^# %% *", text, flags=re.MULTILINE)
+    said = [cell.partition("\n")[2] for cell in cells if cell.startswith("[markdown]")]
+    return "\n\n".join(re.sub(r"^# ?", "", cell, flags=re.MULTILINE) for cell in said)
+
+
+def folder_of(page: Path) -> Path:
+    """Where the links of a page start from."""
+    return page.parent if page.suffix == ".md" else page.parents[1]
 
 
 def name_of(path: Path) -> str:
@@ -102,7 +122,9 @@ def parse_command(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
     return parsed.value.flags
 
 
-COMMANDS = sorted({(name_of(page), *command) for page in PAGES for command in commands(page.read_text())})
+COMMANDS = sorted(
+    {(name_of(page), *command) for page in [*PAGES, *SOURCES] for command in commands(page_text(page))}
+)
 
 
 @pytest.mark.parametrize(("page", "module", "rest"), COMMANDS)
@@ -150,13 +172,13 @@ def test_the_parser_check_sees_wrong_flags(
     assert [module for module, _ in commands(text)] == ["three", "two", "one"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *SOURCES], ids=name_of)
 def test_relative_links_resolve(page: Path) -> None:
-    text = _FENCE.sub("", page.read_text())
+    text = _FENCE.sub("", page_text(page))
     for link in _LINK.findall(text):
         if "://" in link or link.startswith(("#", "mailto:")):
             continue
-        target = page.parent / link.partition("#")[0]
+        target = folder_of(page) / link.partition("#")[0]
         assert target.exists(), f"{name_of(page)}: {link} leads nowhere"
         assert target.resolve().is_relative_to(ROOT), f"{name_of(page)}: {link} leaves the repository"
 
@@ -175,6 +197,69 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for number, (kind, code) in enumerate(blocks(page.read_text()), 1):
         if kind == "python":
             exec(compile(code, f"{name_of(page)}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [
+        pytest.param(name_of(page), code, id=name_of(page))
+        for page in PAGES
+        for kind, code in blocks(page.read_text())
+        if kind == "py"
+    ],
+)
+def test_python_that_needs_a_server_compiles_and_imports(page: str, code: str) -> None:
+    tree = ast.parse(code, page)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names: dict = {}
+    exec(compile(ast.Module(imports, []), page, "exec"), names)
+    for node in ast.walk(tree):  # what is called of the modules is there
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
+            assert hasattr(names[node.value.id], node.attr), f"{page}: no {node.value.id}.{node.attr}"
+
+
+def in_code(page: Path) -> list[str]:
+    """Content of shell blocks and inline code."""
+    text = page_text(page)
+    shell = [code for kind, code in blocks(text) if kind in ("", "sh")]
+    return shell + _INLINE.findall(_FENCE.sub("", text))
+
+
+def make_mistakes(code: str, makefile: str) -> list[str]:
+    """Targets and variables of every `make …` that the Makefile does not have."""
+    targets = set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
+    variables = set(re.findall(r"^(\w+) \?=", makefile, re.MULTILINE)) | {"PYTHON"}
+    wrong = []
+    for line in re.findall(r"^make((?: .*)?)$", code, re.MULTILINE):
+        for word in arguments(line):
+            name, sign, _ = word.partition("=")
+            wrong += [word] if name not in (variables if sign else targets) else []
+    return wrong
+
+
+def test_make_targets_and_extras_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    seen = 0
+    for page in [*PAGES, *SOURCES]:
+        for code in in_code(page):
+            assert make_mistakes(code, makefile) == [], f"{name_of(page)}: {code}"
+            for found in re.findall(r"pip install [^\n]*\.\[([\w,]+)\]", code):
+                assert set(found.split(",")) <= set(extras), f"{name_of(page)}: {code}"
+                seen += 1
+    assert seen >= 5
+    assert make_mistakes("make demos\nmake demo EXTRAS=cpu ARGS='-k x'  # why\n", makefile) == ["demos", "EXTRAS=cpu"]
+
+
+_FOLDERS = "dflash_jax|pallas_kernels|convert|serve|tests|benchmarks|docs|notebooks|tools|locks"
+_FILE = re.compile(rf"(?:{_FOLDERS})/[\w./-]+\.\w+")
+
+
+def test_files_named_in_the_prose_exist() -> None:
+    for page in [*PAGES, *SOURCES]:
+        for code in _INLINE.findall(_FENCE.sub("", page_text(page))):
+            if _FILE.fullmatch(code):
+                assert (ROOT / code).exists(), f"{name_of(page)}: no file {code}"
 
 
 # --- what architecture.md says of errors ---------------------------------------------------------------------------
@@ -317,12 +402,12 @@ def test_the_readmes_figure_is_that_of_the_notebook() -> None:
 
 def test_headings_that_links_name_exist() -> None:
     """Anchors are GitHub's: lower case, blanks to hyphens, punctuation dropped."""
-    for page in PAGES:
-        for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+    for page in [*PAGES, *SOURCES]:
+        for link in _LINK.findall(_FENCE.sub("", page_text(page))):
             path, _, anchor = link.partition("#")
             if not anchor or "://" in link:
                 continue
-            text = (page.parent / path if path else page).read_text()
+            text = (folder_of(page) / path).read_text() if path else page_text(page)
             titles = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
             anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
             assert anchor in anchors, f"{name_of(page)}: {link} names no heading"

@@ -65,6 +65,8 @@ def test_a_chain_is_one_line_and_padding_is_left_out():
     figure = plots.token_tree(tree, word, path=[0, 1])
     assert texts(figure) == ["␣w1", "␣w2", "␣w3"]
     assert {t.get_position()[1] for t in figure.axes[0].texts} == {0.0}
+    narrow = plots.token_tree(tree, lambda token: ",", path=[0], bonus=3)
+    assert {len(label) for label in texts(narrow)} == {3}  # room between a comma and its outline
 
 
 def test_the_mask_shows_each_kind_of_entry(a_round):
@@ -117,7 +119,14 @@ def test_a_training_curve_has_loss_and_tau():
     figure = plots.training_curve(lines)
     assert [axes.lines[0].get_ydata().tolist() for axes in figure.axes] == [[4.0, 3.0, 2.0], [2.0, 3.0, 4.0]]
     assert [axes.get_ylabel() for axes in figure.axes] == ["nats a token", "tokens a round"]
+    figure = plots.training_curve(lines, heldout=[(0, 1.0), (60, 2.5)], reference=("shipped", 3.25))
+    trained, heldout, mark = figure.axes[1].lines
+    assert trained.get_ydata().tolist() == [2.0, 3.0, 4.0]
+    assert heldout.get_xydata().tolist() == [[0, 1.0], [60, 2.5]]
+    assert list(mark.get_ydata()) == [3.25, 3.25] and legend(figure)[-1] == "shipped: τ = 3.25"
     without = plots.training_curve([{"step": 1, "loss_mean": 2.0}])
+    with pytest.raises(ValueError, match="no 'tau'"):
+        plots.training_curve([{"step": 1, "loss_mean": 2.0}], heldout=[(1, 2.0)])
     assert len(without.axes) == 1
     with pytest.raises(ValueError, match="at least one"):
         plots.training_curve([])

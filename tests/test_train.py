@@ -11,15 +11,27 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from convert import load_drafter
+from dflash_jax import SamplingParams
 from dflash_jax.config import FULL, LINEAR, parse_drafter_config, parse_target_config
 from dflash_jax.deltanet import l2norm
 from dflash_jax.drafter import Drafter
+from dflash_jax.engine import Engine
 from dflash_jax.errors import UserError
+from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.mtp import MTP
 from dflash_jax.target import Rows, Target
+from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import grouped, settings
 from dflash_jax.train.data import Answers, Order, take_windows, window_starts
-from dflash_jax.train.draft_loop import draft_loss, evaluate_draft, frozen_inputs
+from dflash_jax.train.draft_loop import (
+    chain_tau,
+    draft_loss,
+    evaluate_draft,
+    frozen_inputs,
+    train_draft,
+    with_taps,
+)
 from dflash_jax.train.draft_loop import is_matrix as drafter_is_matrix
 from dflash_jax.train.draft_loss import (
     agreement,
@@ -525,3 +537,62 @@ def test_drafter_learns_its_target(tmp_path: Path, toy_run: tuple[Path, TrainSta
     assert before["tau"] < 1.5
     assert after["tau"] > 3.0
     assert after["blocks"] == before["blocks"] == 8 * 20
+
+
+def some_answers(target: Target, count: int = 6) -> Answers:
+    limits = ResponseSettings(count, max_prompt_tokens=5, max_new_tokens=20, batch=4)
+    return answer(target, [[7 + n, 3, 5][: 2 + n % 2] for n in range(count)], limits, say=lambda line: None)
+
+
+def test_cached_taps_are_those_of_a_step(target: Target):
+    """Also where the answers are no whole number of batches; the loss is the same, and no step runs the target."""
+    answers = some_answers(target)
+    plain = settings.DraftRecipe(DRAFT, ResponseSettings(6), LOOP, ADAMW, anchors=5)
+    graph, params = nnx.split(Drafter(DRAFT_CONFIG, rngs=nnx.Rngs(0)))
+    frozen = frozen_inputs(target, answers, jnp.float32)
+    cached = with_taps(frozen, CONFIG, DRAFT_CONFIG.target_layer_ids, plain)
+    assert cached["taps"].shape == (6, answers.tokens.shape[1], 64)
+    loss = draft_loss(graph, CONFIG, plain)
+    batch = jnp.array([5, 0, 4])
+    wanted, found = (loss(params, (data, batch), jax.random.key(3))[0] for data in (frozen, cached))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    layers = jax.tree.map(jnp.zeros_like, cached["target"].places)
+    without = cached | {"target": dataclasses.replace(cached["target"], places=layers)}
+    np.testing.assert_allclose(loss(params, (without, batch), jax.random.key(3))[0], wanted, rtol=1e-5)
+
+
+def test_chain_tau_is_that_of_decoding(target: Target):
+    """The engine, decoding the same prompts with the same drafter, takes exactly so many rounds."""
+    answers = some_answers(target)
+    drafter = perturbed(Drafter(DRAFT_CONFIG, rngs=nnx.Rngs(0)))
+    engine = Engine(target, drafter, Tokenizer.from_folder(BUNDLED_TARGET), max_model_len=64, prefill_chunk=32)
+    rows = zip(answers.tokens.tolist(), answers.prompt_lengths, answers.lengths, strict=True)
+    spans = [(tokens[:begin], tokens[begin:end]) for tokens, begin, end in rows]
+    texts, taus = [text for _, text in spans], []
+    for block in (4, 3):
+        params = SamplingParams(max_new_tokens=20, method="dflash", block_size=block)
+        runs = engine.generate([prompt for prompt, _ in spans], params)
+        assert [run.token_ids for run in runs] == texts
+        wanted = sum(run.completion_tokens - 1 for run in runs) / sum(run.rounds for run in runs)
+        recipe = settings.DraftRecipe(DRAFT | {"block_size": block}, ResponseSettings(6), LOOP, ADAMW)
+        taus.append(chain_tau(target, answers, recipe)(drafter))
+        assert taus[-1] == pytest.approx(wanted)
+    assert max(taus) > 1
+
+
+def test_watch_sees_the_drafter_of_every_dispatch(tmp_path: Path, target: Target):
+    answers = some_answers(target, 8)
+    small = settings.DraftRecipe(DRAFT, ResponseSettings(8), LOOP, ADAMW, anchors=5, cache_taps=True)
+    seen = {}
+    summary = train_draft(
+        small, tmp_path / "recipe.json", target, answers, answers, tmp_path, say=lambda line: None,
+        watch=lambda step, drafter: seen.update({step: np.asarray(drafter.fc.weight[...])}),
+    )  # fmt: skip
+    assert list(seen) == [0, 8, 16, 24]
+    np.testing.assert_array_equal(seen[0], Drafter(DRAFT_CONFIG, rngs=nnx.Rngs(0)).fc.weight[...])
+    assert len({weight.tobytes() for weight in seen.values()}) == 4
+    written = load_drafter(tmp_path / "drafter", CONFIG, jnp.float32, progress=False)[1].fc.weight[...]
+    np.testing.assert_array_equal(written, seen[24].astype(jnp.bfloat16).astype(np.float32))
+    steps = dataclasses.replace(small, cache_taps=False)
+    without = train_draft(steps, tmp_path / "a.json", target, answers, answers, tmp_path / "a", say=lambda line: None)
+    assert without["heldout"]["tau"] == pytest.approx(summary["heldout"]["tau"], abs=0.05)

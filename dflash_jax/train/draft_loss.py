@@ -152,6 +152,12 @@ def draft_hidden(
     return drafter.norm(x).reshape(batch, count, size, hidden)
 
 
+def leading_runs(blocks: Blocks, predicted: Int[Array, "B A n"]) -> Int[Array, "B A"]:
+    """Drafts of each block that agree with the sequence before the first that does not (0 … n − 1)."""
+    right = (predicted == blocks.labels) & blocks.counted
+    return jnp.sum(jnp.cumprod(right[..., 1:].astype(jnp.int32), axis=-1), axis=-1)
+
+
 def agreement(blocks: Blocks, predicted: Int[Array, "B A n"]) -> dict[str, Array]:
     """How well argmax drafts agree with the sequences.
 

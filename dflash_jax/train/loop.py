@@ -131,6 +131,7 @@ def fit(
     say: Callable[[str], None] = print,
     stop_after: int | None = None,
     export: Callable[[TrainState], None] | None = None,
+    watch: Callable[[int, TrainState], None] | None = None,
 ) -> TrainState:
     """Trains to the end of the schedule and leaves a checkpoint; returns the final state.
 
@@ -148,6 +149,8 @@ def fit(
       stop_after: stop (with a checkpoint) once so many steps are done: an interrupted run, for tests.
       export: called with the trained state before the last checkpoint is written: the weights that a run is for come
         first.
+      watch: called with the steps done and the state, before the first step and after every dispatch. The next
+        dispatch overwrites the state's arrays: copy what is to be kept.
 
     Raises:
       UserError: the loss is no longer finite.
@@ -174,6 +177,8 @@ def fit(
             total=total or None, initial=done, desc=name, unit="step", mininterval=5.0, file=sys.stderr
         ) as bar,
     ):
+        if watch is not None:
+            watch(done, state)
         while not total or done < total:
             count = settings.steps_per_dispatch
             began = time.monotonic()
@@ -197,6 +202,8 @@ def fit(
             bar.total = total or None
             bar.update(count)
             bar.set_postfix_str(f"loss {last['loss']:.3f} {rate / 1e3:.0f}k tok/s", refresh=False)
+            if watch is not None:
+                watch(done, state)
             every = settings.checkpoint_steps
             if every and done // every > (done - count) // every and done < total:
                 checkpoint.save(folder, done, (state, jnp.int32(total)))

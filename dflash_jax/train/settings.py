@@ -137,6 +137,8 @@ class DraftRecipe:
     Attributes:
       anchors: blocks a sequence and step, redrawn each time.
       decay_gamma: γ of the loss weights exp(−(k−1)/γ) at depth k.
+      cache_taps: run the target once over all answers and keep its taps in device memory (answers × tokens × taps'
+        width × bytes of `loop.dtype`), so that a step trains the drafter alone: right for few answers and many steps.
     """
 
     model: dict[str, Any]
@@ -145,6 +147,7 @@ class DraftRecipe:
     optimizer: OptimizerSettings
     anchors: int = 32
     decay_gamma: float = 7.0
+    cache_taps: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

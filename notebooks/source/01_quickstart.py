@@ -87,4 +87,5 @@ for seed in (3, 3, 4):
 # - [02_inside_a_round](02_inside_a_round.ipynb): marginals, tree, mask, walk
 # - [03_your_own_tree_policy](03_your_own_tree_policy.ipynb): ten lines
 # - [04_gdn_on_a_tree](04_gdn_on_a_tree.ipynb): how a recurrent layer verifies a tree without copying its state
+# - [05_train_a_small_drafter](05_train_a_small_drafter.ipynb): watch τ rise
 # - [06_roofline](06_roofline.ipynb): what a round must cost, and what it does cost
