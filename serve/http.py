@@ -22,10 +22,12 @@ from starlette.types import Receive, Scope, Send
 from dflash_jax.errors import UserError
 from dflash_jax.flights import Request
 from dflash_jax.request import Completion
+from serve.answer_parser import AnswerParser
 from serve.auth import Tokens
 from serve.front import Front, Stream
 from serve.metrics import CONTENT_TYPE
-from serve.openai_messages import ChatAsked, CompletionAsked, Writer, error_body, model_name, read
+from serve.openai_answers import Writer
+from serve.openai_messages import ChatAsked, CompletionAsked, error_body, model_name, read
 from serve.worker import Draining, Lost, QueueFull
 
 MAX_BODY_BYTES = 16 << 20
@@ -172,20 +174,22 @@ def make_app(front: Front, tokens: Sequence[str], healthy: Callable[[], bool]) -
     async def answer(request: fastapi.Request, kind: type[CompletionAsked] | type[ChatAsked]) -> Response:
         body = await _body(request)
         asked: CompletionAsked | ChatAsked | None = None
+        parser: AnswerParser | None = None
 
         def make() -> Request:
-            nonlocal asked
+            nonlocal asked, parser
             asked = read(kind, body)
             if asked.model != name:
                 raise _NoModel(f"model: this server has {name!r} alone, found {asked.model[:200]!r}")
-            return asked.request(engine)
+            request, parser = asked.request(engine)
+            return request
 
         stream = await front.open(make)
         assert asked is not None
         chat, options = kind is ChatAsked, asked.stream_options
         number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         usages = options is not None and options.include_usage
-        writer = Writer(engine, chat, number, int(time.time()), usages)
+        writer = Writer(engine, chat, number, int(time.time()), parser, usages)
         if asked.stream:
             return _Events(stream, _events(stream, writer))
         return JSONResponse(writer.whole(await _whole(request, stream)))
