@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from dflash_jax.errors import UserError
 from dflash_jax.flights import Request
 from dflash_jax.request import Completion
+from serve import openapi
 from serve.answer_parser import AnswerParser
 from serve.auth import Tokens
 from serve.front import Front, Stream
@@ -165,7 +166,8 @@ def make_app(front: Front, tokens: Sequence[str], healthy: Callable[[], bool]) -
             headers = {"www-authenticate": "Bearer"}
             raise _Refused(401, words, "authentication_error", "invalid_api_key", **headers)
 
-    app = fastapi.FastAPI(openapi_url=None)
+    app = fastapi.FastAPI(openapi_url=None)  # its own would know nothing of bodies that are read by hand
+    about = openapi.document(name, guarded=bool(tokens))
     guarded = [fastapi.Depends(authorise)]
     for kind in (_Refused, UserError, QueueFull, Draining, Lost, HTTPException):
         app.add_exception_handler(kind, _answer_error)
@@ -214,6 +216,10 @@ def make_app(front: Front, tokens: Sequence[str], healthy: Callable[[], bool]) -
         if wanted != name:
             raise _NoModel(f"model: this server has {name!r} alone, found {wanted[:200]!r}")
         return JSONResponse(model)
+
+    @app.get("/openapi.json", dependencies=guarded)
+    async def schema() -> Response:
+        return JSONResponse(about)
 
     @app.get("/health")
     async def health() -> Response:
