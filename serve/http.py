@@ -7,7 +7,6 @@ import math
 import socket
 import ssl
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from serve.front import Front, Stream
 from serve.metrics import CONTENT_TYPE
 from serve.openai_answers import Writer
 from serve.openai_messages import ChatAsked, CompletionAsked, error_body, model_name, read
+from serve.tracing import Origin
 from serve.worker import Draining, Lost, QueueFull
 
 MAX_BODY_BYTES = 16 << 20
@@ -167,7 +167,9 @@ def make_app(front: Front, tokens: Sequence[str], healthy: Callable[[], bool]) -
             raise _Refused(401, words, "authentication_error", "invalid_api_key", **headers)
 
     app = fastapi.FastAPI(openapi_url=None)  # its own would know nothing of bodies that are read by hand
-    about = openapi.document(name, guarded=bool(tokens))
+    methods = ["auto", "ar", *(["mtp"] if engine.mtp is not None else [])]
+    methods += ["dflash", "ddtree"] if engine.drafter is not None else []
+    about = openapi.document(name, methods, guarded=bool(tokens))
     guarded = [fastapi.Depends(authorise)]
     for kind in (_Refused, UserError, QueueFull, Draining, Lost, HTTPException):
         app.add_exception_handler(kind, _answer_error)
@@ -186,12 +188,13 @@ def make_app(front: Front, tokens: Sequence[str], healthy: Callable[[], bool]) -
             request, parser = asked.request(engine)
             return request
 
-        stream = await front.open(make)
+        chat = kind is ChatAsked
+        origin = Origin.of("chatcmpl" if chat else "cmpl", request.headers.items())
+        stream = await front.open(make, origin)
         assert asked is not None
-        chat, options = kind is ChatAsked, asked.stream_options
-        number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        options = asked.stream_options
         usages = options is not None and options.include_usage
-        writer = Writer(engine, chat, number, int(time.time()), parser, usages)
+        writer = Writer(engine, chat, origin.id, int(time.time()), parser, usages)
         if asked.stream:
             return _Events(stream, _events(stream, writer))
         return JSONResponse(writer.whole(await _whole(request, stream)))

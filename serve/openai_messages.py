@@ -26,6 +26,17 @@ class _Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
 
+def _is(kind: type) -> pydantic.BeforeValidator:
+    """For a Literal of a kind, which would take 0 for false and true for 1."""
+
+    def check(value: Any) -> Any:
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"Input should be of type {kind.__name__}")
+        return value
+
+    return pydantic.BeforeValidator(check)
+
+
 class StreamOptions(_Strict):
     """Of a streamed answer."""
 
@@ -47,7 +58,7 @@ class _Asked(_Strict):
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    n: Literal[1] | None = None
+    n: Annotated[Literal[1] | None, _is(int)] = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -91,8 +102,8 @@ class CompletionAsked(_Asked):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    echo: Annotated[Literal[False] | None, _is(bool)] = None
+    best_of: Annotated[Literal[1] | None, _is(int)] = None
     suffix: Literal[""] | None = None
 
     def request(self, engine: Engine) -> tuple[Request, AnswerParser | None]:
@@ -213,7 +224,7 @@ class Function(_Strict):
     name: Annotated[str, pydantic.StringConstraints(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None  # arguments are not forced into the schema
+    strict: Annotated[Literal[False] | None, _is(bool)] = None  # arguments are not forced into the schema
 
 
 class Tool(_Strict):
@@ -255,7 +266,7 @@ class ChatAsked(_Asked):
     messages: list[Turn]
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: Annotated[Literal[True] | None, _is(bool)] = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

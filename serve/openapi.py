@@ -1,5 +1,6 @@
 """The HTTP protocol as an OpenAPI document: what is asked, what is answered, and every status."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -248,11 +249,12 @@ def _content(words: str, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": words, "content": {kind: {"schema": schema}}}
 
 
-def document(model: str, guarded: bool) -> dict[str, Any]:
+def document(model: str, methods: Sequence[str], guarded: bool) -> dict[str, Any]:
     """The document of a server.
 
     Args:
       model: that requests name.
+      methods: to decode, that requests may ask for.
       guarded: whether calls need a token, /health aside.
     """
 
@@ -267,8 +269,11 @@ def document(model: str, guarded: bool) -> dict[str, Any]:
 
     def post(name: str, asked: Any, whole: Any, chunk: Any) -> dict[str, Any]:
         ok = _content("The whole text, or with `stream` its pieces as they come.", "application/json", _of(whole))
-        events = f"Server-sent events: `data: ` and a {chunk.__name__} or Error each, at last `data: [DONE]`."
-        ok["content"]["text/event-stream"] = {"schema": {"type": "string", "description": events}}
+        words = "JSON of a chunk, or of an error that ends the stream; at last [DONE]."
+        kinds = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [_of(chunk), _of(Error)]}}
+        data = {"type": "string", "description": words} | kinds
+        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        ok["content"]["text/event-stream"] = {"schema": event}
         body = {"required": True, "content": {"application/json": {"schema": _of(asked)}}}
         answers = {"200": ok} | errors("400", "401", "404", "413", "429", "500", "503")
         return {"post": {"operationId": name, "requestBody": body, "responses": answers}}
@@ -287,6 +292,7 @@ def document(model: str, guarded: bool) -> dict[str, Any]:
     for one in ASKED:
         _limit(schemas, one.__name__)
         schemas[one.__name__]["properties"]["model"] = {"const": model}
+        schemas[one.__name__]["properties"]["method"] = {"enum": [*methods, None]}
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "DFlash-JAX", "version": dflash_jax.__version__, "description": "OpenAI's protocol."},

@@ -25,6 +25,7 @@ from serve.http import HttpServer, make_app
 from serve.interceptors import Readable
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
+from serve.tracing import Origin, Tracer
 from serve.worker import Draining, Lost, QueueFull, Worker
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DFlash"].full_name
@@ -47,8 +48,9 @@ class Service:
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """See dflash.proto."""
+        origin = Origin.of("gen", context.invocation_metadata())
         try:
-            stream = await self._front.open(lambda: self._request(request))
+            stream = await self._front.open(lambda: self._request(request), origin)
         except UserError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.public)
         except QueueFull as error:
@@ -132,6 +134,7 @@ class Server:
         prefix_bytes: int = 0,
         http_port: int | None = None,
         http_tls: tuple[Path, Path, Path | None] | None = None,
+        tracer: Tracer | None = None,
     ):
         """Not listening yet; call it in a running event loop.
 
@@ -146,6 +149,7 @@ class Server:
           pages, prefix_bytes: see `Engine.scheduler`.
           http_port: 0 for any that is free; None for no HTTP.
           http_tls: see `HttpServer`.
+          tracer: see `Front`.
 
         Raises:
           UserError: a port cannot be had, or the memory for prefixes holds none.
@@ -177,7 +181,7 @@ class Server:
         self._worker = Worker(engine, max_queue, lost, pages, prefix_bytes)
         self._watch: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
-        self._front = Front(self._worker)
+        self._front = Front(self._worker, tracer)
         pb_grpc.add_DFlashServicer_to_server(Service(self._front), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._serving = False

@@ -21,6 +21,7 @@ from dflash_jax.tokenizer import Tokenizer
 from serve.answer_parser import AnswerParser, Call, Words, typed
 from serve.front import Front
 from serve.http import HttpServer, make_app
+from serve.tracing import Origin
 from serve.worker import Worker
 from tests.models import save_random_pair
 
@@ -204,7 +205,7 @@ class Scripted(Front):
     text, reason, size = "", "stop", 3
     prompt = ""
 
-    async def open(self, make: Callable[[], Request]) -> Any:
+    async def open(self, make: Callable[[], Request], origin: Origin) -> Any:
         request = await asyncio.to_thread(make)
         self.prompt = self.engine.tokenizer.decode(request.prompt, skip_special=False)
         texts = [self.text[at : at + self.size] for at in range(0, len(self.text), self.size)]

@@ -43,13 +43,13 @@ GOOD: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, 
 class Served:
     """Both faces of one server."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, **options: Any):
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
         async def started() -> Server:
-            server = Server(engine, "127.0.0.1", 0, max_queue=4, warm_up="none", http_port=0)
+            server = Server(engine, "127.0.0.1", 0, max_queue=4, warm_up="none", http_port=0, **options)
             await server.start()
             return server
 
@@ -179,6 +179,14 @@ def test_any_bytes_as_a_body(served: Served, raw: bytes, at: int, path: str) -> 
         check(answer, Completion, CompletionChunk)
 
 
+def test_a_literal_is_of_its_kind(served: Served) -> None:
+    """Python takes 0 for False and True for 1, and JSON does not."""
+    for name, values in {"echo": (False, 0), "n": (1, True), "best_of": (1, 1.0)}.items():
+        for value, status in zip(values, (200, 400), strict=True):
+            answer = served.post("/v1/completions", GOOD | {"model": served.model, name: value})
+            assert check(answer, Completion, CompletionChunk) == status, (name, value)
+
+
 def test_what_is_too_large_is_refused(served: Served) -> None:
     answer = served.post("/v1/completions", b'"' + b"x" * MAX_BODY_BYTES)
     assert check(answer, Completion, CompletionChunk) == 413
@@ -290,7 +298,7 @@ def test_any_text_to_tokenise(served: Served, given: dict[str, Any]) -> None:
 
 def test_the_document_tells_of_all_that_is_there(served: Served) -> None:
     found = served.http.get("/openapi.json").json()
-    assert found == json.loads(json.dumps(document(served.model, guarded=False)))
+    assert found == json.loads(json.dumps(document(served.model, ["auto", "ar"], guarded=False)))
     references = set(_references(found))
     assert {name.rpartition("/")[2] for name in references} <= set(found["components"]["schemas"])
     routes = {(method.lower(), route.path.replace("{wanted:path}", "{model}")) for method, route in _routes(served)}
@@ -307,13 +315,14 @@ def test_the_document_tells_of_all_that_is_there(served: Served) -> None:
         assert set(bodies[asked.__name__]["properties"]) == set(asked.model_fields)
         assert bodies[asked.__name__]["additionalProperties"] is False
     assert "security" not in found and "401" not in str(found)
-    guarded = document("m", guarded=True)
+    guarded = document("m", ["ar"], guarded=True)
     assert guarded["security"] == [{"token": []}] and "401" in guarded["paths"]["/v1/models"]["get"]["responses"]
 
 
 def test_limits_in_the_document_are_those_of_the_server(served: Served) -> None:
     """A value at a limit is served, one beyond it is not."""
-    properties = document(served.model, guarded=False)["components"]["schemas"]["CompletionAsked"]["properties"]
+    schemas = document(served.model, ["auto", "ar"], guarded=False)["components"]["schemas"]
+    properties = schemas["CompletionAsked"]["properties"]
     tried = 0
     for name, field in properties.items():
         kinds = [kind for kind in field.get("anyOf", [field]) if kind.get("type") in ("integer", "number")]
