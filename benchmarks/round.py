@@ -280,7 +280,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of a case (default: 3)")
     parser.add_argument("--tau", type=_taus, default={}, help="accepted lengths, e.g. chain=6.5,tree=8.5")
-    parser.add_argument("--profile", metavar="DIR", help="trace a few rounds of the cases of the first context and batch")
+    parser.add_argument("--profile", metavar="DIR", help="trace rounds of the first context and batch")
     parser.add_argument("--json", metavar="FILE", help="write every measurement")
     return parser
 

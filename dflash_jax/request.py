@@ -1,7 +1,6 @@
 """What a user asks for and gets: sampling parameters, completions, streamed chunks."""
 
 import dataclasses
-import math
 from typing import Literal
 
 from dflash_jax.errors import UserError
@@ -13,6 +12,9 @@ DraftSampling = Literal["greedy", "probabilistic"]
 DRAFT_SAMPLING: tuple[DraftSampling, ...] = ("greedy", "probabilistic")
 MAX_TREE_BUDGET = 1023
 MAX_LOGPROBS = 20
+# What divides or is added to logits in fp32 is at most so large, and what divides them not smaller than one over it:
+# with counts of a text's tokens and the lowest temperature nothing reaches fp32's end, 3.4e38: texts would be noise.
+LARGEST = 1e30
 # Below it the logits over the temperature leave fp32's range of exact comparison; greedy is what is meant.
 MIN_TEMPERATURE = 1e-3
 MAX_MTP_STEPS = 15
@@ -86,24 +88,26 @@ class SamplingParams:
 
     def _check_sampling(self) -> None:
         """Written so that NaN fails every test."""
-        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf):
-            raise UserError(
-                f"--temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, found {self.temperature}"
-            )
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= LARGEST):
+            words = f"--temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, up to {LARGEST:g}"
+            raise UserError(f"{words}, found {self.temperature}")
         if not (isinstance(self.top_k, int) and 0 <= self.top_k < 1 << 31):
             raise UserError(f"--top-k must be a whole number, 0 (off) or more, found {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p must be above 0 and at most 1 (off), found {self.top_p}")
+        if not 1 / LARGEST <= self.top_p <= 1:
+            raise UserError(f"--top-p must be above 0, {1 / LARGEST:g} to 1 (off), found {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"--min-p must be 0 (off) to 1, found {self.min_p}")
         for flag, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
-            if not math.isfinite(penalty):
-                raise UserError(f"--{flag}-penalty must be a finite number, found {penalty}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise UserError(f"--repetition-penalty must be above 0 (1 is off), found {self.repetition_penalty}")
+            if not abs(penalty) <= LARGEST:
+                raise UserError(f"--{flag}-penalty must be a finite number up to {LARGEST:g}, found {penalty}")
+        if not 1 / LARGEST <= self.repetition_penalty <= LARGEST:
+            words = f"--repetition-penalty must be above 0 (1 is off), {1 / LARGEST:g} to {LARGEST:g}"
+            raise UserError(f"{words}, found {self.repetition_penalty}")
         for token, bias in self.logit_bias:
-            if not (isinstance(token, int) and token >= 0 and math.isfinite(bias)):
-                raise UserError(f"--logit-bias takes TOKEN=BIAS, an id and a finite number, found {token}={bias}")
+            if not (isinstance(token, int) and token >= 0 and abs(bias) <= LARGEST):
+                raise UserError(
+                    f"--logit-bias takes TOKEN=BIAS, an id and a number up to {LARGEST:g}, found {token}={bias}"
+                )
         if not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 64):
             raise UserError(f"--seed must be 0 to 2**64 - 1, found {self.seed}")
         if self.draft_sampling not in DRAFT_SAMPLING:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -97,6 +98,15 @@ class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
+
+
+def template_variables(source: str) -> set[str]:
+    """What a chat template reads that is given to it from outside; empty for one that is broken."""
+    environment = _TemplateEnvironment()
+    try:
+        return jinja2.meta.find_undeclared_variables(environment.parse(source))
+    except jinja2.TemplateSyntaxError:  # rendering it says what is wrong
+        return set()
 
 
 def _read_text(path: Path) -> str:
@@ -370,6 +380,25 @@ class Tokenizer:
         """Whether `apply_chat_template` can work."""
         return bool(self._templates)
 
+    def _template_name(self, tools: bool) -> str:
+        if not self._templates:
+            raise UserError(
+                "chat: this model has no chat template (chat_template.jinja); use plain prompts (--no-chat)"
+            )
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            names = ", ".join(sorted(self._templates))
+            raise UserError(f"chat: this model's templates have no 'default' among their names ({names})")
+        return name
+
+    def chat_template_source(self, *, tools: bool) -> str:
+        """The Jinja source that `apply_chat_template` renders, with tools or without.
+
+        Raises:
+          UserError: there is no chat template.
+        """
+        return self._templates[self._template_name(tools)][0]
+
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._compiled:
             source, file = self._templates[name]
@@ -401,14 +430,7 @@ class Tokenizer:
         Raises:
           UserError: there is no chat template, or it is broken or unsafe or refuses the messages.
         """
-        if not self._templates:
-            raise UserError(
-                "chat: this model has no chat template (chat_template.jinja); use plain prompts (--no-chat)"
-            )
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            names = ", ".join(sorted(self._templates))
-            raise UserError(f"chat: this model's templates have no 'default' among their names ({names})")
+        name = self._template_name(tools is not None)
         template, file = self._template(name), self._templates[name][1]
         arguments: dict[str, Any] = {**self.special, **(template_arguments or {})}
         arguments |= {"messages": messages, "tools": tools, "documents": None}

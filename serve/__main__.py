@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.errors import UserError
-from serve import config_file, transport
+from serve import config_file, request_log, transport
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compile-cache-dir", metavar="DIR", help="of compiled programs, as of dflash_jax.generate")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for calls to finish after SIGTERM")
+    parser.add_argument("--log-format", default="text", choices=("text", "json"), help="of what is written on stderr")
+    parser.add_argument(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="OpenTelemetry collector for a span a request (default: that of OTEL_EXPORTER_OTLP_ENDPOINT, if any)",
+    )
     return parser
 
 
@@ -56,6 +61,7 @@ async def _serve(args: argparse.Namespace) -> None:
     from dflash_jax.generate import set_up_compile_cache
     from serve.auth import read_tokens, server_credentials
     from serve.server import Server
+    from serve.tracing import make_tracer
 
     # What is wrong with these is said before a model is loaded.
     tokens = [] if args.token_file is None else read_tokens(args.token_file)
@@ -63,6 +69,7 @@ async def _serve(args: argparse.Namespace) -> None:
     credentials = server_credentials(args.tls_cert, args.tls_key, args.tls_client_ca)
     if tokens and credentials is None and args.host not in ("127.0.0.1", "::1", "localhost"):
         logging.warning("tokens cross the network in plain text: give --tls-cert and --tls-key")
+    tracer = make_tracer(args.otlp_traces_endpoint)
     set_up_compile_cache(args.compile_cache_dir)
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -89,7 +96,7 @@ async def _serve(args: argparse.Namespace) -> None:
         engine, args.host, args.port, args.max_queue,
         warm_up=args.warm_up, tokens=tokens, credentials=credentials, pages=pages,
         prefix_bytes=args.prefix_cache_mib << 20, http_port=args.http_port,
-        transport=connections,
+        transport=connections, tracer=tracer,
         http_tls=None if credentials is None else (args.tls_cert, args.tls_key, args.tls_client_ca),
     )  # fmt: skip
     starting = asyncio.create_task(server.start())
@@ -104,13 +111,16 @@ async def _serve(args: argparse.Namespace) -> None:
     logging.info("shutting down: calls have %g s to finish", args.drain_seconds)
     await starting
     await server.stop(args.drain_seconds)
+    if tracer is not None:
+        await asyncio.to_thread(tracer.close)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server; returns its exit status, 2 where what the user gave is wrong."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    listener = None
     try:
         args = config_file.parse(build_parser(), argv)
+        listener = request_log.set_up(args.log_format)
         if args.max_slots < 1 or args.max_queue < 0 or not args.drain_seconds >= 0 or not 0 <= args.port < 1 << 16:
             raise UserError(
                 "--max-slots must be at least 1, --max-queue and --drain-seconds at least 0, --port 0 to 65535"
@@ -123,6 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    finally:
+        if listener is not None:
+            listener.stop()
     return 0
 
 

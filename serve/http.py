@@ -7,7 +7,6 @@ import math
 import socket
 import ssl
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,14 @@ from starlette.types import Receive, Scope, Send
 from dflash_jax.errors import UserError
 from dflash_jax.flights import Request
 from dflash_jax.request import Completion
+from serve import openapi
+from serve.answer_parser import AnswerParser
 from serve.auth import Tokens
 from serve.front import Front, Stream
 from serve.metrics import CONTENT_TYPE
-from serve.openai_messages import ChatAsked, CompletionAsked, Writer, error_body, model_name, read
+from serve.openai_answers import Writer
+from serve.openai_messages import ChatAsked, CompletionAsked, error_body, model_name, read
+from serve.tracing import Origin
 from serve.worker import Draining, Lost, QueueFull
 
 MAX_BODY_BYTES = 16 << 20
@@ -163,7 +166,10 @@ def make_app(front: Front, tokens: Sequence[str], healthy: Callable[[], bool]) -
             headers = {"www-authenticate": "Bearer"}
             raise _Refused(401, words, "authentication_error", "invalid_api_key", **headers)
 
-    app = fastapi.FastAPI(openapi_url=None)
+    app = fastapi.FastAPI(openapi_url=None)  # its own would know nothing of bodies that are read by hand
+    methods = ["auto", "ar", *(["mtp"] if engine.mtp is not None else [])]
+    methods += ["dflash", "ddtree"] if engine.drafter is not None else []
+    about = openapi.document(name, methods, guarded=bool(tokens))
     guarded = [fastapi.Depends(authorise)]
     for kind in (_Refused, UserError, QueueFull, Draining, Lost, HTTPException):
         app.add_exception_handler(kind, _answer_error)
@@ -172,20 +178,23 @@ def make_app(front: Front, tokens: Sequence[str], healthy: Callable[[], bool]) -
     async def answer(request: fastapi.Request, kind: type[CompletionAsked] | type[ChatAsked]) -> Response:
         body = await _body(request)
         asked: CompletionAsked | ChatAsked | None = None
+        parser: AnswerParser | None = None
 
         def make() -> Request:
-            nonlocal asked
+            nonlocal asked, parser
             asked = read(kind, body)
             if asked.model != name:
                 raise _NoModel(f"model: this server has {name!r} alone, found {asked.model[:200]!r}")
-            return asked.request(engine)
+            request, parser = asked.request(engine)
+            return request
 
-        stream = await front.open(make)
+        chat = kind is ChatAsked
+        origin = Origin.of("chatcmpl" if chat else "cmpl", request.headers.items())
+        stream = await front.open(make, origin)
         assert asked is not None
-        chat, options = kind is ChatAsked, asked.stream_options
-        number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        options = asked.stream_options
         usages = options is not None and options.include_usage
-        writer = Writer(engine, chat, number, int(time.time()), usages)
+        writer = Writer(engine, chat, origin.id, int(time.time()), parser, usages)
         if asked.stream:
             return _Events(stream, _events(stream, writer))
         return JSONResponse(writer.whole(await _whole(request, stream)))
@@ -210,6 +219,10 @@ def make_app(front: Front, tokens: Sequence[str], healthy: Callable[[], bool]) -
         if wanted != name:
             raise _NoModel(f"model: this server has {name!r} alone, found {wanted[:200]!r}")
         return JSONResponse(model)
+
+    @app.get("/openapi.json", dependencies=guarded)
+    async def schema() -> Response:
+        return JSONResponse(about)
 
     @app.get("/health")
     async def health() -> Response:

@@ -1,15 +1,19 @@
 """Prometheus metrics of a server, with the names and meanings of vLLM's after the prefix `dflash:`."""
 
+import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dflash_jax.flights import Request
 from dflash_jax.request import Chunk, Completion
+from serve.request_log import Report
+from serve.tracing import Origin
 from serve.worker import Worker
 
 Refusal = Literal["invalid", "queue_full", "unavailable"]
@@ -94,25 +98,33 @@ class Metrics:
         """Counts a request that was not taken."""
         self._refused.labels(self._model, why).inc()
 
-    def watch(self, prompt_tokens: int, begun: float) -> "Watch":
-        """Counts one request that came at `begun` (`time.perf_counter`)."""
-        return Watch(self, prompt_tokens, begun)
+    def watch(self, request: Request, begun: float, origin: Origin, ended: Callable[[Report], None]) -> "Watch":
+        """Counts one request that came at `begun` (`time.perf_counter`); `ended` is called once, on any thread."""
+        return Watch(self, request, begun, origin, ended)
 
 
 class Watch:
     """Follows one request: the engine's thread its chunks, any thread its end."""
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int, begun: float):
-        self._metrics, self._prompt_tokens, self._begun = metrics, prompt_tokens, begun
+    def __init__(
+        self, metrics: Metrics, request: Request, begun: float, origin: Origin, ended: Callable[[Report], None]
+    ):
+        self._metrics, self._params, self._begun = metrics, request.params, begun
+        self._prompt_tokens, self._tokens = len(request.prompt), 0
+        self._origin, self._on_end = origin, ended
         self._lock, self._over = threading.Lock(), False
-        self._last: float | None = None  # when its last tokens came
+        # When its first and its last tokens came.
+        self._first: float | None = None
+        self._last: float | None = None
 
     def came(self, chunk: Chunk) -> None:
         """Takes the next chunk in, when it comes."""
         metrics, now, count = self._metrics, time.perf_counter(), len(chunk.token_ids)
         if count:
             metrics._generated.inc(count)
+            self._tokens += count
             if self._last is None:
+                self._first = now
                 metrics._prompt.inc(self._prompt_tokens)
                 metrics._ttft.observe(now - self._begun)
             else:
@@ -130,13 +142,26 @@ class Watch:
         metrics._accepted.inc(sum((emitted - 1) * rounds for emitted, rounds in enumerate(histogram) if emitted))
         if done.rounds:
             metrics._tau.observe(done.mean_accepted_length)
-        self.ended(done.finish_reason)
+        self.ended(done.finish_reason, done)
 
-    def ended(self, how: Ending) -> None:
-        """Counts its end, the first time."""
+    def ended(self, how: Ending, done: Completion | None = None) -> None:
+        """Counts its end, the first time, and reports it."""
         with self._lock:
             if self._over:
                 return
             self._over = True
         self._metrics._ended.labels(self._metrics._model, how).inc()
-        self._metrics._e2e.observe(time.perf_counter() - self._begun)
+        seconds = time.perf_counter() - self._begun
+        self._metrics._e2e.observe(seconds)
+        first = None if self._first is None else self._first - self._begun
+        report = Report(
+            self._origin, self._metrics._model, self._params, how, self._prompt_tokens, self._tokens, seconds,
+            time.time(), first,
+        )  # fmt: skip
+        if done is not None:
+            report = dataclasses.replace(
+                report, method=done.method, rounds=done.rounds, mean_accepted_length=done.mean_accepted_length,
+                cached_tokens=done.cached_tokens, completion_tokens=done.completion_tokens,
+                queue_seconds=None if first is None else max(0.0, first - done.prefill_seconds),
+            )  # fmt: skip
+        self._on_end(report)

@@ -1,25 +1,20 @@
-"""Between OpenAI's JSON and the library's types. What is not served is an error, not left out in silence."""
+"""From OpenAI's JSON to the library's types. What is not served is an error, not left out in silence."""
 
-import dataclasses
+import json
 import re
 import secrets
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
 from dflash_jax.engine import Engine
 from dflash_jax.errors import UserError
 from dflash_jax.flights import Request
-from dflash_jax.request import (
-    Chunk,
-    Completion,
-    DraftSampling,
-    Method,
-    SamplingParams,
-    TokenLogprob,
-)
+from dflash_jax.request import DraftSampling, Method, SamplingParams
 from serve import messages
+from serve.answer_parser import AnswerParser
+from serve.chat import open_chat
 
 # Where a parameter has another name here than a flag of the command line has.
 _FIELDS = {"max_new_tokens": "max_tokens"}
@@ -29,6 +24,17 @@ class _Strict(pydantic.BaseModel):
     """JSON of exactly these fields and types."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+
+def _is(kind: type) -> pydantic.BeforeValidator:
+    """For a Literal of a kind, which would take 0 for false and true for 1."""
+
+    def check(value: Any) -> Any:
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"Input should be of type {kind.__name__}")
+        return value
+
+    return pydantic.BeforeValidator(check)
 
 
 class StreamOptions(_Strict):
@@ -52,7 +58,7 @@ class _Asked(_Strict):
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    n: Literal[1] | None = None
+    n: Annotated[Literal[1] | None, _is(int)] = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -96,12 +102,12 @@ class CompletionAsked(_Asked):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    echo: Annotated[Literal[False] | None, _is(bool)] = None
+    best_of: Annotated[Literal[1] | None, _is(int)] = None
     suffix: Literal[""] | None = None
 
-    def request(self, engine: Engine) -> Request:
-        """Checked and tokenised.
+    def request(self, engine: Engine) -> tuple[Request, AnswerParser | None]:
+        """Checked and tokenised, and what reads the answer; None where it is text without parts.
 
         Raises:
           UserError: what cannot be served.
@@ -113,7 +119,7 @@ class CompletionAsked(_Asked):
             prompt = prompt[0]
         params = self._params(16 if self.max_tokens is None else self.max_tokens, self.logprobs)
         messages.check_served(engine, params)
-        return engine.request(prompt, params)
+        return engine.request(prompt, params), None
 
 
 class TextPart(_Strict):
@@ -123,23 +129,129 @@ class TextPart(_Strict):
     text: str
 
 
-class Turn(_Strict):
-    """A turn of a conversation."""
+Content = str | list[TextPart]
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+
+class _Turn(_Strict):
+    """What all turns have."""
+
     name: str | None = None  # no template has a place for it
 
-    def as_template_has_it(self) -> dict[str, str]:
-        """Its text, of one of the three roles that templates know."""
-        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
+
+class SystemTurn(_Turn):
+    """What the model is to keep to."""
+
+    role: Literal["system", "developer"]
+    content: Content
+
+
+class UserTurn(_Turn):
+    """A question."""
+
+    role: Literal["user"]
+    content: Content
+
+
+class CalledFunction(_Strict):
+    """A function and what it was called with, a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Strict):
+    """A call in a turn of the assistant."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantTurn(_Turn):
+    """An answer."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ToolTurn(_Turn):
+    """What came of a call."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+
+Turn = Annotated[SystemTurn | UserTurn | AssistantTurn | ToolTurn, pydantic.Field(discriminator="role")]
+
+
+def _as_template_has_it(turn: SystemTurn | UserTurn | AssistantTurn | ToolTurn) -> dict[str, Any]:
+    """Of one of the four roles that templates know, with its text, and what was thought and called."""
+    role = "system" if turn.role == "developer" else turn.role
+    text = "".join(part.text for part in turn.content) if isinstance(turn.content, list) else turn.content or ""
+    values: dict[str, Any] = {"role": role, "content": text}
+    if isinstance(turn, ToolTurn):
+        values["tool_call_id"] = turn.tool_call_id
+    if isinstance(turn, AssistantTurn):
+        if turn.content is None and turn.reasoning_content is None and not turn.tool_calls:
+            raise UserError("messages: a turn of the assistant has neither content nor tool_calls")
+        if turn.reasoning_content is not None:
+            values["reasoning_content"] = turn.reasoning_content
+        if turn.tool_calls:
+            values["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": _called(call.function)} for call in turn.tool_calls
+            ]
+    return values
+
+
+def _called(function: CalledFunction) -> dict[str, Any]:
+    """With its arguments as an object: some templates print nothing for text."""
+    try:
+        arguments = json.loads(function.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise UserError(f"messages: arguments of a call must be a JSON object, found {function.arguments[:50]!r}")
+    return {"name": function.name, "arguments": arguments}
+
+
+class Function(_Strict):
+    """A function that may be called; parameters is the JSON schema of its arguments."""
+
+    name: Annotated[str, pydantic.StringConstraints(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[Literal[False] | None, _is(bool)] = None  # arguments are not forced into the schema
+
+
+class Tool(_Strict):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Strict):
+    """By its name."""
+
+    name: str
+
+
+class NamedTool(_Strict):
+    """A tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class TemplateArguments(_Strict):
     """Of the chat template."""
 
     enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
 
 
 class ResponseFormat(_Strict):
@@ -152,13 +264,28 @@ class ChatAsked(_Asked):
     """Body of POST /v1/chat/completions."""
 
     messages: list[Turn]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: Annotated[Literal[True] | None, _is(bool)] = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateArguments | None = None
 
-    def request(self, engine: Engine) -> Request:
+    def _tools(self) -> list[dict[str, Any]]:
+        """That may be called, as they were given."""
+        if self.tool_choice not in (None, "none", "auto"):
+            named = self.tool_choice if isinstance(self.tool_choice, str) else "a function by name"
+            words = "calls cannot be forced here, use 'auto' or 'none'"
+            raise UserError(f"tool_choice: {words}, found {named}")
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) < len(names):
+            raise UserError("tools: two have the same name")
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in tools]
+
+    def request(self, engine: Engine) -> tuple[Request, AnswerParser | None]:
         """See `CompletionAsked.request`."""
         if not self.messages:
             raise UserError("messages: give at least one")
@@ -169,9 +296,13 @@ class ChatAsked(_Asked):
             min(limits, default=engine.max_model_len), (self.top_logprobs or 0) if self.logprobs else None
         )
         messages.check_served(engine, params)
-        thinking = None if self.chat_template_kwargs is None else self.chat_template_kwargs.enable_thinking
-        turns = [turn.as_template_has_it() for turn in self.messages]
-        return engine.request(engine.encode_chat(turns, enable_thinking=thinking), params)
+        arguments = {} if self.chat_template_kwargs is None else self.chat_template_kwargs.model_dump(exclude_none=True)
+        thinking = arguments.pop("enable_thinking", None)
+        turns, tools = [_as_template_has_it(turn) for turn in self.messages], self._tools()
+        prompt, parser = open_chat(
+            engine.tokenizer, turns, tools=tools, enable_thinking=thinking, template_arguments=arguments
+        )
+        return engine.request(prompt, params), parser
 
 
 def read[Asked: _Asked](kind: type[Asked], body: bytes) -> Asked:
@@ -206,101 +337,3 @@ def model_name(engine: Engine) -> str:
     """What a request calls the model: its name, or its folder's."""
     name = engine.names[0]
     return Path(name).resolve().name if Path(name).is_dir() else name
-
-
-def usage(done: Completion) -> dict[str, Any]:
-    """OpenAI's counts, and what decoding came to."""
-    return {
-        "prompt_tokens": done.prompt_tokens,
-        "completion_tokens": done.completion_tokens,
-        "total_tokens": done.prompt_tokens + done.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": done.cached_tokens},
-        "method": done.method,
-        "rounds": done.rounds,
-        "mean_accepted_length": done.mean_accepted_length,
-    }
-
-
-@dataclasses.dataclass
-class Writer:
-    """Writes the answer to one request, whole or in chunks.
-
-    Attributes:
-      engine: that answers.
-      chat: the kind of request.
-      id, created: of the answer; created in seconds since 1970.
-      usages: whether a stream's chunks have a usage, null but in one of its own at the end.
-      offset: characters of the text before the next token, as far as log-probabilities tell them.
-    """
-
-    engine: Engine
-    chat: bool
-    id: str
-    created: int
-    usages: bool = False
-    offset: int = 0
-
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        model = model_name(self.engine)
-        return {"id": self.id, "object": kind, "created": self.created, "model": model, "choices": choices}
-
-    def whole(self, done: Completion) -> dict[str, Any]:
-        """The answer in one."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": done.finish_reason}
-        choice["logprobs"] = None if done.logprobs is None else self._logprobs(done.logprobs)
-        if self.chat:
-            choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
-        else:
-            choice["text"] = done.text
-        kind = "chat.completion" if self.chat else "text_completion"
-        return self._envelope(kind, [choice]) | {"usage": usage(done)}
-
-    def _piece(self, choices: list[dict[str, Any]], of: Completion | None = None) -> dict[str, Any]:
-        piece = self._envelope("chat.completion.chunk" if self.chat else "text_completion", choices)
-        return piece | ({"usage": None if of is None else usage(of)} if self.usages else {})
-
-    def opening(self) -> list[dict[str, Any]]:
-        """What a stream begins with: of a chat, whose turn it is."""
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        return [self._piece([choice])] if self.chat else []
-
-    def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """What a chunk adds to a stream; nothing while its text is held back."""
-        done = chunk.completion
-        if not (chunk.text or chunk.logprobs or done):
-            return []
-        choice: dict[str, Any] = {"index": 0, "finish_reason": None if done is None else done.finish_reason}
-        choice["logprobs"] = self._logprobs(chunk.logprobs) if chunk.logprobs else None
-        if self.chat:
-            choice["delta"] = {"content": chunk.text} if chunk.text else {}
-        else:
-            choice["text"] = chunk.text
-        return [self._piece([choice]), *([self._piece([], done)] if self.usages and done is not None else [])]
-
-    def _token(self, token: int) -> tuple[str, list[int]]:
-        raw = self.engine.tokenizer.token_bytes(token)
-        return raw.decode("utf-8", errors="replace"), list(raw)
-
-    def _logprobs(self, entries: list[TokenLogprob] | tuple[TokenLogprob, ...]) -> dict[str, Any]:
-        if self.chat:
-            content = []
-            for entry in entries:
-                top = [self._entry(token, value) for token, value in entry.top]
-                content.append(self._entry(entry.token_id, entry.logprob) | {"top_logprobs": top})
-            return {"content": content, "refusal": None}
-        tokens = [self._token(entry.token_id)[0] for entry in entries]
-        offsets = []
-        for token in tokens:
-            offsets.append(self.offset)
-            self.offset += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{self._token(token)[0]: value for token, value in entry.top} for entry in entries],
-            "text_offset": offsets,
-        }
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = self._token(token)
-        return {"token": text, "logprob": logprob, "bytes": raw}

@@ -27,6 +27,7 @@ from serve.front import Front, Stream
 from serve.interceptors import Readable
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
+from serve.tracing import Origin, Tracer
 from serve.transport import COMPRESSIONS, Transport
 from serve.worker import Worker
 
@@ -56,7 +57,7 @@ class Service:
         stream: Stream | None = None
         try:
             try:
-                stream = await self._open(request)
+                stream = await self._open(request, context)
                 async for message in _responses(stream):
                     yield message
             except Exception as error:
@@ -90,7 +91,7 @@ class Service:
         async def feed() -> None:
             for index, one in enumerate(request.requests):
                 try:
-                    streams.append(await self._open(one))
+                    streams.append(await self._open(one, context))
                 except Exception as error:
                     failed(index, error)
                 else:
@@ -144,9 +145,10 @@ class Service:
             **dataclasses.asdict(self._front.worker.stats),
         )
 
-    async def _open(self, message: pb.GenerateRequest) -> Stream:
+    async def _open(self, message: pb.GenerateRequest, context: Context) -> Stream:
         """See `Front.open`."""
-        return await self._front.open(lambda: self._request(message))
+        origin = Origin.of("gen", context.invocation_metadata())
+        return await self._front.open(lambda: self._request(message), origin)
 
     def _request(self, message: pb.GenerateRequest) -> Request:
         params = messages.sampling_params(message.params)
@@ -186,6 +188,7 @@ class Server:
         http_port: int | None = None,
         http_tls: tuple[Path, Path, Path | None] | None = None,
         transport: Transport | None = None,
+        tracer: Tracer | None = None,
     ):
         """Not listening yet; call it in a running event loop.
 
@@ -201,6 +204,7 @@ class Server:
           http_port: 0 for any that is free; None for no HTTP.
           http_tls: see `HttpServer`.
           transport: how connections over gRPC behave; None for the defaults.
+          tracer: see `Front`.
 
         Raises:
           UserError: a port cannot be had, or the memory for prefixes holds none.
@@ -233,7 +237,7 @@ class Server:
         self._worker = Worker(engine, max_queue, lost, pages, prefix_bytes)
         self._watch: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
-        self._front = Front(self._worker)
+        self._front = Front(self._worker, tracer)
         pb_grpc.add_DFlashServicer_to_server(Service(self._front), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._serving = False

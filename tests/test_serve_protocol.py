@@ -52,7 +52,7 @@ PARAMS = st.builds(
     max_new_tokens=st.integers(1, 2**31 - 1),
     temperature=st.sampled_from([0.0, 0.7, 1e9]),
     top_k=st.integers(0, 2**31 - 1),
-    top_p=st.floats(0.0, 1.0, exclude_min=True),
+    top_p=st.floats(1e-30, 1.0),
     min_p=st.floats(0.0, 1.0),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
