@@ -34,7 +34,8 @@ from serve.openapi import (
 )
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
-from serve.server import MAX_MESSAGE_BYTES, SERVICE, Server
+from serve.server import SERVICE, Server
+from serve.transport import Transport
 from tests.models import save_random_pair
 
 GOOD: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, "method": "ar", "ignore_eos": True}
@@ -192,7 +193,7 @@ def test_what_is_too_large_is_refused(served: Served) -> None:
     assert check(answer, Completion, CompletionChunk) == 413
     for body in (b"[" * 10**6, b'{"a":' * 10**6, b'{"seed": ' + b"9" * 10**6 + b"}"):
         assert check(served.post("/v1/completions", body), Completion, CompletionChunk) == 400
-    huge = pb.GenerateRequest(input=pb.Input(text="x" * MAX_MESSAGE_BYTES))
+    huge = pb.GenerateRequest(input=pb.Input(text="x" * (Transport().max_message_mib << 20)))
     with pytest.raises(grpc.RpcError) as caught:
         list(served.stub.Generate(huge, timeout=60))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # gRPC's own answer to it
