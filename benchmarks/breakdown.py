@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+COLLECTIVES, COLLECTIVE_OPS = "collectives", r"^(all-reduce|all-gather|reduce-scatter|collective)"
 # The first pattern that a kernel's name has in it decides.
 KINDS: tuple[tuple[str, str], ...] = (
-    ("collectives", r"nccl|all_?reduce|all_?gather|AllReduce|AllGather"),
+    (COLLECTIVES, r"nccl|all_?reduce|all_?gather|AllReduce|AllGather"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitKreduce|dot"),
     ("delta rule", r"gdn_tree|gdn_step|gdn_chunk|gdn_commit"),
     ("front and gated norm", r"gdn_front|gdn_gated_norm"),
@@ -22,14 +23,16 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("copies", r"^Mem(cpy|set)|memcpy|memset"),
 )
 OTHER = "everything else"
+LONGEST = 5  # kernels of no kind that are named
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Attributes: seconds of one device, launches."""
+    """Attributes: seconds of one device, launches, and seconds by kernel."""
 
     seconds: float
     launches: int
+    kernels: dict[str, float]
 
 
 def newest_trace(folder: Path) -> Path:
@@ -44,8 +47,10 @@ def newest_trace(folder: Path) -> Path:
     return traces[-1]
 
 
-def kind_of(name: str) -> str:
-    """What a kernel does, by its name."""
+def kind_of(name: str, op: str = "") -> str:
+    """What a kernel does, by its name and that of its HLO operation, which tells XLA's own kernels for sums."""
+    if re.search(COLLECTIVE_OPS, op):
+        return COLLECTIVES
     return next((kind for kind, pattern in KINDS if re.search(pattern, name)), OTHER)
 
 
@@ -58,16 +63,18 @@ def shares(events: list[dict[str, Any]]) -> dict[str, Share]:
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     device = min((name for name in processes.values() if "GPU" in name), default=None)
-    seconds, launches = collections.Counter[str](), collections.Counter[str]()
+    kernels = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
+    launches = collections.Counter[str]()
     for event in events:
         if event.get("ph") != "X" or processes.get(event["pid"]) != device or device is None:
             continue
         if "Stream" not in threads.get((event["pid"], event["tid"]), ""):
             continue
-        kind = kind_of(event["name"])
-        seconds[kind] += event["dur"] * 1e-6
+        kind = kind_of(event["name"], str(event.get("args", {}).get("hlo_op", "")))
+        kernels[kind][event["name"]] += event["dur"] * 1e-6
         launches[kind] += 1
-    return {kind: Share(time, launches[kind]) for kind, time in seconds.most_common()}
+    found = {kind: Share(sum(own.values()), launches[kind], dict(own.most_common())) for kind, own in kernels.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
 
 
 def read(trace: Path) -> dict[str, Share]:
@@ -84,6 +91,8 @@ def show(found: dict[str, Share], rounds: int) -> None:
             f"    {kind:22} {1e6 * share.seconds / rounds:9.1f} us {share.launches / rounds:7.1f} launches "
             f"{100 * share.seconds / whole:5.1f} %"
         )
+    for name, seconds in list(found[OTHER].kernels.items())[:LONGEST] if OTHER in found else ():
+        print(f"      of it {1e6 * seconds / rounds:9.1f} us {name[:80]}")
 
 
 def main(argv: list[str] | None = None) -> int:

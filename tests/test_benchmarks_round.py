@@ -77,22 +77,24 @@ def test_kernels_of_the_first_device_are_sorted_by_what_they_do(tmp_path: Path, 
         kind = "process_name" if tid is None else "thread_name"
         return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": value}}
 
-    def event(pid: int, kernel: str, micros: float) -> dict:
-        return {"ph": "X", "pid": pid, "tid": 7, "ts": 0, "dur": micros, "name": kernel}
+    def event(pid: int, kernel: str, micros: float, op: str = "") -> dict:
+        args = {"args": {"hlo_op": op}} if op else {}
+        return {"ph": "X", "pid": pid, "tid": 7, "ts": 0, "dur": micros, "name": kernel} | args
 
     events = [
         name(1, None, "/device:GPU:0"), name(2, None, "/device:GPU:1"), name(3, None, "/host:CPU"),
         *(name(pid, 7, "Stream #1(Compute)") for pid in (1, 2)), name(3, 7, "python"),
         event(1, "gemm_fusion_dot_3", 60), event(1, "gdn_tree_64", 20), event(1, "ncclDevKernel_AllReduce", 15),
-        event(1, "loop_add_fusion", 5), event(2, "gemm_fusion_dot_3", 99), event(3, "gdn_tree_64", 99),
+        event(1, "loop_add_fusion", 5, "fusion.3"), event(1, "one_shot_sum_kernel", 4, "all-reduce.7"), event(2, "gemm_fusion_dot_3", 99), event(3, "gdn_tree_64", 99),
     ]  # fmt: skip
     (tmp_path / "plugins").mkdir()
     with gzip.open(tmp_path / "plugins" / "vm.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
     found = breakdown.read(breakdown.newest_trace(tmp_path))
     assert {kind: round(share.seconds * 1e6) for kind, share in found.items()} == {
-        "products": 60, "delta rule": 20, "collectives": 15, breakdown.OTHER: 5
+        "products": 60, "delta rule": 20, "collectives": 19, breakdown.OTHER: 5
     }  # fmt: skip
     assert breakdown.main([str(tmp_path), "--rounds", "2"]) == 0
-    assert "30.0 us" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "30.0 us" in printed and "2.5 us loop_add_fusion" in printed
     assert breakdown.main([str(tmp_path / "nothing")]) == 2
