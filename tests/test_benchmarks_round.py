@@ -85,7 +85,8 @@ def test_kernels_of_the_first_device_are_sorted_by_what_they_do(tmp_path: Path, 
         name(1, None, "/device:GPU:0"), name(2, None, "/device:GPU:1"), name(3, None, "/host:CPU"),
         *(name(pid, 7, "Stream #1(Compute)") for pid in (1, 2)), name(3, 7, "python"),
         event(1, "gemm_fusion_dot_3", 60), event(1, "gdn_tree_64", 20), event(1, "ncclDevKernel_AllReduce", 15),
-        event(1, "loop_add_fusion", 5, "fusion.3"), event(1, "one_shot_sum_kernel", 4, "all-reduce.7"), event(2, "gemm_fusion_dot_3", 99), event(3, "gdn_tree_64", 99),
+        event(1, "loop_add_fusion", 5, "fusion.3"), event(1, "one_shot_sum_kernel", 4, "all-reduce.7"),
+        event(2, "gemm_fusion_dot_3", 99), event(3, "gdn_tree_64", 99),
     ]  # fmt: skip
     (tmp_path / "plugins").mkdir()
     with gzip.open(tmp_path / "plugins" / "vm.trace.json.gz", "wt") as file:
