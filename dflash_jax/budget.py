@@ -42,9 +42,10 @@ GRACE = 8
 # A tree of the next bucket, never tried, is hoped to emit so many times the tokens.
 HOPE = 1.2
 # Drafting must promise so many times the autoregressive rate: being wrong costs more on that side.
-MARGIN = 1.1
-# Share of the decoding time that trying other buckets may cost.
-EXPLORATION = 0.01
+MARGIN = 1.05
+# Share of the decoding time that trying other buckets may cost; share of the time that drafts have saved which looking
+# whether new texts are worth drafts may cost besides, of so many looks at most.
+EXPLORATION, REINVESTED, SAVED_LOOKS = 0.01, 0.25, 4
 # Seconds that a device idles at least if the host waits for its results, and how often a new text is not worth a draft.
 HOST_SECONDS, SURPRISE = 5e-4, 0.1
 # Rounds a burst: first or when trying, and at most, with drafts and without, unless starting a burst costs more than
@@ -156,6 +157,7 @@ class BudgetController:
         self._stale = np.ones(size, bool)  # not shown by the newest evidence
         self._fresh = True  # nothing has run for the newest request
         self._credit = 0.0  # seconds that trying may cost; a request's first trial may borrow
+        self._earned = 0.0  # seconds that the first trials of requests may cost besides
         self._since_trial = 0
         self._burst = FIRST_BURST
         self._last = -1
@@ -218,7 +220,11 @@ class BudgetController:
         curve = self.curve
         self._since_trial += rounds
         saved = self._credit + EXPLORATION * rounds * curve.seconds[index]
-        self._credit = min(saved, FIRST_BURST * curve.seconds[1] + curve.start)
+        self._credit = min(saved, self._look())
+
+    def _look(self) -> float:
+        """Seconds of a first burst with drafts."""
+        return FIRST_BURST * self.curve.seconds[1] + self.curve.start
 
     def _trial(self, best: int, tokens: np.ndarray, usual: LatencyCurve, rounds: int) -> int | None:
         """A bucket to try for so many rounds instead of the best one, if there is time for it, which is then spent."""
@@ -232,9 +238,12 @@ class BudgetController:
             return None
         spent = rounds * self.curve.seconds[index] + self.curve.start
         loss = max(spent - rounds * float(tokens[index] / tokens[best] * seconds[best]), 0.0)
-        if self._credit < (0.0 if soon else loss) or not (soon or self._since_trial >= LONGEST_BURST):
+        if soon and self._credit < 0 and self._earned >= loss:
+            self._earned -= loss
+        elif self._credit < (0.0 if soon else loss) or not (soon or self._since_trial >= LONGEST_BURST):
             return None
-        self._credit -= loss
+        else:
+            self._credit -= loss
         self._since_trial = 0
         return index
 
@@ -267,6 +276,9 @@ class BudgetController:
         if not rounds:
             return
         reached, predicted = np.sum(evidence.reached, axis=0), np.sum(evidence.predicted, axis=0)
+        seconds = self.curve.seconds
+        saved = int(np.max(evidence.rounds)) * (float(reached[index]) / rounds * seconds[0] - seconds[index])
+        self._earned = min(self._earned + REINVESTED * max(saved, 0.0), SAVED_LOOKS * self._look())
         shown = np.arange(len(self._stale)) <= index
         self._stale = ~shown
         self._short.add(shown, rounds, reached, predicted, SHORT_MEMORY)

@@ -121,6 +121,45 @@ def test_trying_costs_a_small_share_of_the_time(bursts: int, most: int):
     assert 1.0 < seconds / tokens < 1.04  # above 1: something was tried
 
 
+def decode(controller: BudgetController, law: list[float], tokens: int = 160) -> dict[int, int]:
+    """A text whose rounds emit `law` tokens each; rounds by index of the bucket."""
+    controller.new_request(1)
+    left, taken = float(tokens), dict.fromkeys(range(len(law)), 0)
+    while left > 0:
+        index, rounds = controller.next(256)
+        rounds = min(rounds, int(np.ceil(left / law[index])))
+        left -= rounds * law[index]
+        taken[index] += rounds
+        if index:
+            controller.observe(index, evidence(rounds, [law[min(k, index)] for k in range(len(law))]))
+        controller.ran(index, rounds)
+    return taken
+
+
+SLOW_START = LatencyCurve(BUCKETS, (0.26, 0.52, 0.62, 0.74), start=1.5)  # a start costs six rounds
+
+
+def test_it_comes_back_to_drafts_after_many_texts_without():
+    controller = BudgetController(SLOW_START)
+    for _ in range(40):
+        taken = decode(controller, [1, 1.3, 1.4, 1.5])
+    assert taken[0] > 100
+    late = [decode(controller, [1, 6.0, 7.0, 8.0]) for _ in range(20)][10:]
+    assert all(taken[0] == 0 for taken in late)
+
+
+def test_what_drafts_save_pays_for_looking_at_new_texts():
+    """Where every other text is worth drafts, nearly each of those gets them, and the others give them up."""
+    controller = BudgetController(SLOW_START)
+    good, bad = [], []
+    for _ in range(40):
+        bad.append(decode(controller, [1, 1.3, 1.4, 1.5]))
+        good.append(decode(controller, [1, 6.0, 7.0, 8.0]))
+    drafted = [taken for taken in good[10:] if taken[0] < 20]
+    assert len(drafted) > 0.8 * len(good[10:])
+    assert all(taken[0] > 80 for taken in bad[10:])
+
+
 def test_predictions_are_scaled_by_what_came_true():
     """The drafter expects 4 tokens beside the bonus, one comes true; then it expects 8, of which two do.
 
