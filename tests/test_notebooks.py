@@ -13,8 +13,6 @@ from nbclient.exceptions import CellExecutionError  # noqa: E402
 
 from notebooks.build import HERE, SOURCES, execute, make, silent_cells  # noqa: E402
 
-# The first three by default; the others take as long again.
-FIRST = ("01", "02", "03")
 FIGURES = {"01": 1, "02": 4, "03": 2, "04": 1, "05": 1, "06": 2}
 
 
@@ -24,10 +22,7 @@ def figures(notebook) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*TCP without encryption")
-@pytest.mark.parametrize(
-    "source",
-    [pytest.param(s, id=s.stem, marks=() if s.stem[:2] in FIRST else pytest.mark.slow) for s in SOURCES],
-)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_a_notebook_runs(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DFLASH_MODEL", "DFLASH_DRAFT_MODEL", "DFLASH_TP"):
         monkeypatch.delenv(name, raising=False)
