@@ -64,7 +64,8 @@ class Stream:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
         self._times: collections.deque[float] = collections.deque()  # when they came
-        self._most, self._timer = front.max_lag_seconds, None
+        self._most = front.max_lag_seconds
+        self._timer: asyncio.TimerHandle | None = None
         self._over = False
         self._ticket = front.worker.submit(request, self._deliver)
 
