@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from dflash_jax.errors import UserError
+from serve.front import TooSlow
 from serve.messages import FieldError
 from serve.proto import dflash_pb2 as pb
 from serve.worker import Draining, Lost, QueueFull
@@ -74,6 +75,8 @@ class Failure:
             return cls(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), (retry,))
         if isinstance(error, Draining | Lost):
             return cls(grpc.StatusCode.UNAVAILABLE, str(error))
+        if isinstance(error, TooSlow):
+            return cls(grpc.StatusCode.ABORTED, str(error))
         log.error("a request failed", exc_info=error)
         return cls(grpc.StatusCode.INTERNAL, "the engine failed while it served this request")
 

@@ -1,6 +1,7 @@
 """What every face of the server does: makes a request off the event loop, hands it over, and follows its chunks."""
 
 import asyncio
+import collections
 import logging
 import time
 from collections.abc import Callable
@@ -17,18 +18,24 @@ from serve.worker import Draining, Lost, QueueFull, Worker
 log = logging.getLogger(__name__)
 
 
+class TooSlow(Exception):
+    """Whoever asked for a text has not read it for too long."""
+
+
 class Front:
     """A worker as seen from the event loop.
 
     Attributes:
       engine: whose models answer.
       worker: that owns it.
+      max_lag_seconds: how long a chunk may wait for its reader; 0 for ever.
       metrics: of all requests that come this way.
     """
 
-    def __init__(self, worker: Worker, tracer: Tracer | None = None):
-        """Of a worker; `tracer` is told of every request that ends, if there is one, and so is the log."""
-        self.worker, self.engine, self._tracer = worker, worker.engine, tracer
+    def __init__(self, worker: Worker, max_lag_seconds: float = 0.0, tracer: Tracer | None = None):
+        """Of a worker, for `max_lag_seconds` see `Transport`; `tracer`, if any, is told of every request that ends."""
+        self.worker, self.engine = worker, worker.engine
+        self.max_lag_seconds, self._tracer = max_lag_seconds, tracer
         self.metrics = Metrics(worker)
 
     def report(self, report: Report) -> None:
@@ -61,13 +68,20 @@ class Front:
 
 
 class Stream:
-    """The chunks of one request, as they come. Close it, however it ends: a request that goes on is cancelled."""
+    """The chunks of one request, as they come. Close it, however it ends: a request that goes on is cancelled.
+
+    The engine does not wait for readers, so chunks pile up before a slow one. One that is too slow loses them: what all
+    streams hold is never more than the engine has emitted in `Front.max_lag_seconds`.
+    """
 
     def __init__(self, front: Front, request: Request, begun: float, origin: Origin):
         """See `Front.open`."""
         self._worker, self._watch = front.worker, front.metrics.watch(request, begun, origin, front.report)
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        self._times: collections.deque[float] = collections.deque()  # when they came
+        self._most = front.max_lag_seconds
+        self._timer: asyncio.TimerHandle | None = None
         self._over = False
         self._ticket = front.worker.submit(request, self._deliver)
 
@@ -77,15 +91,41 @@ class Stream:
             self._watch.came(item)
         else:
             self._watch.ended("error")
-        self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        self._loop.call_soon_threadsafe(self._put, item)
+
+    def _put(self, item: Chunk | Exception) -> None:
+        if self._over:
+            return
+        self._items.put_nowait(item)
+        self._times.append(self._loop.time())
+        if self._most and self._timer is None:
+            self._timer = self._loop.call_later(self._most, self._look)
+
+    def _look(self) -> None:
+        """Ends it where a chunk has waited too long; else looks again when the oldest one will have."""
+        self._timer = None
+        if not self._times:
+            return
+        left = self._times[0] + self._most - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+            return
+        self.close()
+        while not self._items.empty():
+            self._items.get_nowait()
+        self._times.clear()
+        self._items.put_nowait(TooSlow(f"the text was not read for {self._most:g} s and has been dropped"))
+        self._times.append(0.0)
 
     async def next(self) -> Chunk:
         """Waits for the next chunk; after one with a completion there is none.
 
         Raises:
-          Exception: what ended the request instead: a `UserError` (its fault), else the engine's.
+          Exception: what ended the request instead: a `UserError` (its fault), `TooSlow` (its reader's), else the
+            engine's.
         """
         item = await self._items.get()
+        self._times.popleft()
         if isinstance(item, Exception):
             self._over = True
             raise item
@@ -94,6 +134,9 @@ class Stream:
 
     def close(self) -> None:
         """Ends it, if it has not ended: the caller has gone, or its deadline has passed."""
+        if self._timer is not None:
+            self._timer.cancel()  # it would keep the request in memory
+            self._timer = None
         if not self._over:
             self._over = True
             self._watch.ended("abort")

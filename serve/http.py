@@ -24,7 +24,7 @@ from dflash_jax.request import Completion
 from serve import openapi
 from serve.answer_parser import AnswerParser
 from serve.auth import Tokens
-from serve.front import Front, Stream
+from serve.front import Front, Stream, TooSlow
 from serve.metrics import CONTENT_TYPE
 from serve.openai_answers import Writer
 from serve.openai_messages import ChatAsked, CompletionAsked, error_body, model_name, read
@@ -59,6 +59,8 @@ def _refusal(error: Exception) -> _Refused:
         return _Refused(429, str(error), "rate_limit_error", "queue_full", **{"retry-after": "1"})
     if isinstance(error, (Draining, Lost)):
         return _Refused(503, str(error), "service_unavailable")
+    if isinstance(error, TooSlow):  # in an event: the status has been sent
+        return _Refused(408, str(error), "invalid_request_error", "too_slow")
     if isinstance(error, HTTPException):
         return _Refused(error.status_code, error.detail, "invalid_request_error", **(error.headers or {}))
     return _Refused(500, _FAILED, "server_error")

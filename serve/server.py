@@ -74,26 +74,27 @@ class Service:
         if not 1 <= left <= MAX_BATCH:
             error = messages.FieldError(f"requests must be 1 to {MAX_BATCH}, found {left}", "requests")
             await Failure.of(error).abort(context)
-        ready: asyncio.Queue[pb.GenerateBatchResponse] = asyncio.Queue()
+        # Chunks wait in their streams, which know how long.
+        ready: asyncio.Queue[pb.GenerateBatchResponse] = asyncio.Queue(maxsize=1)
         streams: list[Stream] = []
 
-        def failed(index: int, error: Exception) -> None:
+        async def failed(index: int, error: Exception) -> None:
             failure = Failure.of(error, f"requests[{index}].")
-            ready.put_nowait(pb.GenerateBatchResponse(index=index, error=failure.message()))
+            await ready.put(pb.GenerateBatchResponse(index=index, error=failure.message()))
 
         async def follow(index: int, stream: Stream) -> None:
             try:
                 async for message in _responses(stream):
-                    ready.put_nowait(pb.GenerateBatchResponse(index=index, chunk=message))
+                    await ready.put(pb.GenerateBatchResponse(index=index, chunk=message))
             except Exception as error:
-                failed(index, error)
+                await failed(index, error)
 
         async def feed() -> None:
             for index, one in enumerate(request.requests):
                 try:
                     streams.append(await self._open(one, context))
                 except Exception as error:
-                    failed(index, error)
+                    await failed(index, error)
                 else:
                     tasks.append(asyncio.create_task(follow(index, streams[-1])))
 
@@ -237,7 +238,7 @@ class Server:
         self._worker = Worker(engine, max_queue, lost, pages, prefix_bytes)
         self._watch: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
-        self._front = Front(self._worker, tracer)
+        self._front = Front(self._worker, transport.max_lag_seconds, tracer)
         pb_grpc.add_DFlashServicer_to_server(Service(self._front), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._serving = False

@@ -31,6 +31,8 @@ class Transport:
       min_ping_seconds: clients may ping so often, with or without a call; one that does so more often is let go.
       max_connection_age_seconds: then a client is asked to connect anew, which spreads clients over new replicas; calls
         finish on the old connection. 0 for never.
+      max_lag_seconds: a text whose reader has left a chunk of it unread for so long is dropped, over HTTP too, for
+        else the unread ones would fill the memory. 0 for never.
     """
 
     max_message_mib: int = 16
@@ -38,13 +40,14 @@ class Transport:
     keepalive_seconds: float = 60.0
     min_ping_seconds: float = 10.0
     max_connection_age_seconds: float = 0.0
+    max_lag_seconds: float = 120.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_message_mib < 2048:  # its bytes are an int32
             raise UserError(f"--max-message-mib must be 1 to 2047, found {self.max_message_mib}")
         if self.compression not in COMPRESSIONS:
             raise UserError(f"--compression must be one of {', '.join(COMPRESSIONS)}, found {self.compression!r}")
-        for name in ("keepalive_seconds", "min_ping_seconds", "max_connection_age_seconds"):
+        for name in ("keepalive_seconds", "min_ping_seconds", "max_connection_age_seconds", "max_lag_seconds"):
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 <= value < 10**6):
                 raise UserError(f"--{name.replace('_', '-')} must be 0 to 10**6, found {value:g}")
@@ -85,6 +88,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-connection-age-seconds", type=float, default=own.max_connection_age_seconds, metavar="S",
         help="have clients connect anew after so long (gRPC), calls in flight finished; 0 is never",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-lag-seconds", type=float, default=own.max_lag_seconds, metavar="S",
+        help="drop a text whose reader is so far behind; 0 is never",
     )  # fmt: skip
 
 

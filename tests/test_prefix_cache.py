@@ -101,23 +101,32 @@ def test_chunks_end_where_a_state_is_kept():
 # ---------------------------------------------------------------- in the scheduler
 
 
+@pytest.mark.parametrize("turns", [4, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("params", [AR, TREE, MTP], ids=["ar", "ddtree", "mtp"])
-def test_a_conversation_is_not_read_again_and_its_tokens_are_the_same(params: SamplingParams):
-    with_cache, without = scheduler(8), scheduler(0)
-    said, before = text(70), 1
-    for turn in range(6):
-        (cached,), (plain,) = (serve(one, [said], params) for one in (with_cache, without))
+def test_a_conversation_is_not_read_again_and_its_tokens_are_the_same(params: SamplingParams, turns: int):
+    """Without a cache, with one, and with those too small for this conversation and another in turns."""
+    one, plain_one = scheduler(8), scheduler(0)
+    tight = [scheduler(1), scheduler(8, pages=34)]
+    said, before, other = text(70), 1, text(90, 99)
+    for turn in range(turns):
+        (cached,), (plain,) = (serve(s, [said], params) for s in (one, plain_one))
         assert cached.token_ids == plain.token_ids
         assert plain.cached_tokens == 0
         # All of the last turn's prompt but its last page, which was not full.
         assert cached.cached_tokens == (before - 1) // PAGE * PAGE
         if params is TREE:  # the drafter's context was there too: the drafts are as good
             assert cached.accepted_length_histogram == plain.accepted_length_histogram
+        for small in tight:
+            (again,) = serve(small, [said], params)
+            assert again.token_ids == plain.token_ids
+            serve(small, [other], params)
         before = len(said)
-        said = said + cached.token_ids + text(21, turn)
-    for one in (with_cache, without):
-        one.close()
-        assert one.pool.free == one.pool.pages
+        said = said + cached.token_ids + text(13, turn)
+    for small in tight[: 2 if turns == 20 else 1]:
+        assert small.prefixes is not None and small.prefixes.added > len(small.prefixes)  # some had to go
+    for s in (one, plain_one, *tight):
+        s.close()
+        assert s.pool.free == s.pool.pages
 
 
 @pytest.mark.parametrize("places", [1, 8])

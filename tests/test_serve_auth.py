@@ -4,13 +4,14 @@ import asyncio
 import shutil
 import ssl
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import httpx2
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from dflash_jax import Engine, UserError
@@ -25,6 +26,9 @@ from serve.server import Server
 from tests.models import random_target
 from tests.servers import serving
 
+SERVICE = pb.DESCRIPTOR.services_by_name["DFlash"]
+METHODS = dict(SERVICE.methods_by_name)
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 TOKENIZE = pb.TokenizeRequest(input=pb.Input(tokens=pb.TokenIds(ids=[5, 6])))
 
 
@@ -42,6 +46,11 @@ def code_of(call: Callable[[], object]) -> grpc.StatusCode | None:
     return None
 
 
+def whole(answer: object) -> object:
+    """What a stream holds; else the answer itself."""
+    return list(answer) if isinstance(answer, Iterator) else answer
+
+
 def test_no_token_no_answer(engine: Engine) -> None:
     with serving(engine, tokens=["first", "second"]) as port, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = pb_grpc.DFlashStub(channel)
@@ -51,19 +60,21 @@ def test_no_token_no_answer(engine: Engine) -> None:
             [("authorization", "Bearer third"), ("authorization", "Bearer first")],
         ]  # fmt: skip
         generate = pb.GenerateRequest(input=TOKENIZE.input)
+        described = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
         for metadata in refused:
-            for call in (
-                lambda m=metadata: stub.Tokenize(TOKENIZE, metadata=m),
-                lambda m=metadata: list(stub.Generate(generate, metadata=m)),
-            ):
-                assert code_of(call) == grpc.StatusCode.UNAUTHENTICATED
+            assert code_of(lambda m=metadata: list(stub.Generate(generate, metadata=m))) == UNAUTHENTICATED
+            for name, one in METHODS.items():
+                # Not even whether the message is one; nor what there is beside the service.
+                for raw in (b"", b"\xff\xff"):
+                    kind = channel.unary_stream if one.server_streaming else channel.unary_unary
+                    call = kind(f"/{SERVICE.full_name}/{name}", request_serializer=bytes)
+                    assert code_of(lambda m=metadata, c=call, r=raw: whole(c(r, metadata=m))) == UNAUTHENTICATED
+            assert code_of(lambda m=metadata: list(described(iter([asked]), metadata=m))) == UNAUTHENTICATED
         for token in ("Bearer first", "bearer second"):
             assert stub.Tokenize(TOKENIZE, metadata=[("authorization", token)]).token_ids == [5, 6]
-        # What cannot be read tells a stranger no more than what can.
-        raw = channel.unary_unary(f"/{pb.DESCRIPTOR.package}.DFlash/Tokenize", request_serializer=bytes)
-        assert code_of(lambda: raw(b"\xff\xff")) == grpc.StatusCode.UNAUTHENTICATED
         database = ProtoReflectionDescriptorDatabase(channel)
-        assert code_of(database.get_services) == grpc.StatusCode.UNAUTHENTICATED
+        assert code_of(database.get_services) == UNAUTHENTICATED
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -111,7 +122,7 @@ def test_tls(engine: Engine, certificates: Path, capsys: pytest.CaptureFixture[s
     shown = server_credentials(certificates / "server.pem", certificates / "server.key", None)
     with serving(engine, credentials=shown, tokens=["abc"]) as port:
         refused = code_of(lambda: tokenize(port, certificates, "ca"))
-        assert refused == grpc.StatusCode.UNAUTHENTICATED  # the connection is good, the token is missing
+        assert refused == UNAUTHENTICATED  # the connection is good, the token is missing
         assert code_of(lambda: tokenize(port, certificates, "stranger")) == grpc.StatusCode.UNAVAILABLE
         (tmp_path / "tokens").write_text("abc\n")
         words = ["--address", f"127.0.0.1:{port}", "--timeout", "10", "--info"]

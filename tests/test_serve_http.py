@@ -17,7 +17,8 @@ import pytest
 import dflash_jax
 from dflash_jax import Completion, Engine, SamplingParams, UserError
 from dflash_jax.scheduler import Scheduler
-from serve.http import MAX_BODY_BYTES
+from serve.front import TooSlow
+from serve.http import MAX_BODY_BYTES, _events
 from serve.openai_messages import model_name
 from serve.server import Server
 from tests.models import save_random_pair
@@ -407,3 +408,19 @@ def test_a_port_in_use_is_one_line(engine: Engine, running: Running) -> None:
 
     with pytest.raises(UserError, match=re.escape(f"--http-port {port} on --host 127.0.0.1 cannot be listened on")):
         asyncio.run(second())
+
+
+def test_a_reader_that_is_too_slow_is_told_so() -> None:
+    class Dropped:
+        async def next(self) -> None:
+            raise TooSlow("the text was not read")
+
+    class Silent:
+        def opening(self) -> list[dict[str, Any]]:
+            return []
+
+    async def events() -> list[bytes]:
+        return [event async for event in _events(Dropped(), Silent())]  # type: ignore[arg-type]
+
+    (event,) = asyncio.run(events())
+    assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "too_slow"

@@ -32,11 +32,11 @@ ALL_SAMPLED = (*FEW_SAMPLED, {"temperature": 0.7}, {"temperature": 1.0, "top_p":
 
 
 @functools.cache
-def engine() -> Engine:
+def engine(slots: int = 2) -> Engine:
     target = random_target(3)
     tokenizer = Tokenizer.from_folder(BUNDLED_TARGET)
     return Engine(
-        target, random_drafter(target), tokenizer, max_slots=2, prefill_chunk=16, max_model_len=512,
+        target, random_drafter(target), tokenizer, max_slots=slots, prefill_chunk=16, max_model_len=512,
         mtp=random_mtp(target),
     )  # fmt: skip
 
@@ -113,9 +113,9 @@ async def send(stub: pb_grpc.DFlashStub, ask: Ask) -> str:
     return end
 
 
-async def soak(asks: list[Ask], at_once: int, pages: int | None) -> list[str]:
+async def soak(asks: list[Ask], at_once: int, pages: int | None, slots: int) -> list[str]:
     """All of them, so many at a time; then everything must be as before."""
-    server = Server(engine(), "127.0.0.1", 0, max_queue=len(asks), warm_up="none", pages=pages)
+    server = Server(engine(slots), "127.0.0.1", 0, max_queue=len(asks), warm_up="none", pages=pages)
     await server.start()
     lock = asyncio.Semaphore(at_once)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -142,7 +142,13 @@ async def soak(asks: list[Ask], at_once: int, pages: int | None) -> list[str]:
 
 
 def run(
-    count: int, at_once: int, ways: tuple, sampled: tuple, monkeypatch: pytest.MonkeyPatch, pages: int | None = None
+    count: int,
+    at_once: int,
+    ways: tuple,
+    sampled: tuple,
+    monkeypatch: pytest.MonkeyPatch,
+    pages: int | None = None,
+    slots: int = 2,
 ) -> None:
     step = Scheduler.step
 
@@ -155,7 +161,7 @@ def run(
     for ask in asks:  # before the server has the engine for itself
         alone(ask.length, ask.params)
     monkeypatch.setattr(Scheduler, "step", checked)
-    ends = asyncio.run(asyncio.wait_for(soak(asks, at_once, pages), 1500))
+    ends = asyncio.run(asyncio.wait_for(soak(asks, at_once, pages, slots), 1500))
     assert set(ends) == {"finished", "cancelled", "late"} and ends.count("finished") >= 0.6 * count
     assert ends.count("cancelled") >= 0.1 * count
     gc.collect()
@@ -170,3 +176,9 @@ def test_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("at_once", "pages"), [(1, None), (4, None), (16, None), (16, 8)])
 def test_many(at_once: int, pages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     run(200, at_once, ALL, ALL_SAMPLED, monkeypatch, pages)
+
+
+@pytest.mark.slow
+def test_all_at_once_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot for each of sixteen, so that all of them share their rounds."""
+    run(200, 16, FEW, FEW_SAMPLED, monkeypatch, slots=16)

@@ -195,8 +195,8 @@ def test_a_client_keeps_to_what_a_server_allows() -> None:
 def test_flags_are_those_of_the_class(capsys: pytest.CaptureFixture[str]) -> None:
     assert transport_of(build_parser().parse_args([])) == Transport()
     words = ["--max-message-mib", "3", "--compression", "gzip", "--keepalive-seconds", "7", "--min-ping-seconds", "2"]
-    given = transport_of(build_parser().parse_args([*words, "--max-connection-age-seconds", "900"]))
-    assert given == Transport(3, "gzip", 7.0, 2.0, 900.0)
+    words += ["--max-connection-age-seconds", "900", "--max-lag-seconds", "5"]
+    assert transport_of(build_parser().parse_args(words)) == Transport(3, "gzip", 7.0, 2.0, 900.0, 5.0)
     bad = {"max_message_mib": 2048, "keepalive_seconds": -1, "min_ping_seconds": float("nan"), "compression": "lz4"}
     for name, value in bad.items():
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} must be"):
