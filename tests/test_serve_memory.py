@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import gc
+import logging
 import os
 import random
 import time
@@ -37,6 +38,11 @@ def engine() -> Engine:
         target, random_drafter(target), Tokenizer.from_folder(BUNDLED_TARGET), max_slots=4, prefill_chunk=16,
         max_model_len=256, mtp=random_mtp(target),
     )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def logs_that_pytest_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("serve.requests"), "propagate", False)
 
 
 @dataclasses.dataclass(frozen=True)
