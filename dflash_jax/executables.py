@@ -11,17 +11,22 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import logging
 import os
 import pickle
 import platform
 import threading
+import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import flax
 import jax
 import numpy as np
+from flax import nnx
 from jax.experimental import serialize_executable
 
 import pallas_kernels
@@ -29,8 +34,11 @@ import pallas_kernels
 # The oldest programs go first beyond so much.
 MOST_BYTES = 2 << 30
 _PACKAGES = ("dflash_jax", "pallas_kernels")
-_SUFFIX = ".program"
+_SUFFIX, _PART = ".program", ".part"
+# Seconds after which a file that is still being written has been left behind by a process that was ended.
+_ABANDONED = 3600.0
 _folder: Path | None = None
+_logger = logging.getLogger(__name__)
 
 
 class _Hits(threading.local):
@@ -64,6 +72,9 @@ def keep_in(folder: Path | None) -> None:
     """From now on programs are kept in this folder, which is made when the first one is; None for nowhere."""
     global _folder
     _folder = folder
+    if folder is not None:
+        # Now, just after it was imported: what is edited while models load is not what writes this run's programs.
+        source_digest()
 
 
 @functools.cache
@@ -107,14 +118,32 @@ def describe(value: Any) -> str:
             return _name(value)
         case np.dtype():
             return f"dtype:{value}"
+        case nnx.Module():
+            return describe([(path, type(module), _attributes(module)) for path, module in nnx.iter_modules(value)])
+        case type():
+            return _name(value, "flax")
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = (f"{f.name}={describe(getattr(value, f.name))}" for f in dataclasses.fields(value))
             return f"{_name(type(value))}({','.join(fields)})"
     raise _Unknown(value)
 
 
-def _name(value: type | FunctionType) -> str:
-    if value.__module__.partition(".")[0] not in _PACKAGES:
+def outline(models: Sequence[nnx.Module]) -> str | None:
+    """Describes models without their weights; None for one with a class or a value from elsewhere."""
+    try:
+        return describe(tuple(models))
+    except _Unknown:
+        return None
+
+
+def _attributes(module: nnx.Module) -> list[tuple[str, Any]]:
+    """What a module holds, other modules aside: of a variable, whose shape is an argument's, only that it is one."""
+    own = [(k, v) for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, nnx.Pytree)]
+    return [(k, type(v) if isinstance(v, nnx.Variable) else v) for k, v in own]
+
+
+def _name(value: type | FunctionType, *also: str) -> str:
+    if value.__module__.partition(".")[0] not in (*_PACKAGES, *also):
         raise _Unknown(value)
     return f"{value.__module__}.{value.__qualname__}"
 
@@ -129,7 +158,7 @@ def _environment(devices: Sequence[jax.Device]) -> str:
     first = devices[0]
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k}
     flags = {k: v for k, v in os.environ.items() if k in ("XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")}
-    versions = (jax.__version__, jax.lib.__version__, first.client.platform_version)
+    versions = (jax.__version__, jax.lib.__version__, flax.__version__, first.client.platform_version)
     host = host_digest() if first.platform == "cpu" else None
     return repr(
         (
@@ -163,21 +192,28 @@ class Entry:
                 payload, jax.tree.structure((arguments, {})), jax.tree.structure(result),
                 backend=self.devices[0].client, execution_devices=self.devices,
             )  # fmt: skip
-            os.utime(self.path)
         except Exception:  # whatever a damaged or foreign file leads to, compiling mends it
             return None
+        with contextlib.suppress(OSError):  # the folder may only be read, or another process has evicted it
+            os.utime(self.path)
         return program, extra
 
     def save(self, program: Any, extra: Any) -> None:
         """Keeps a program that has just been compiled. A full disk must not end a run: then it is not kept."""
-        with contextlib.suppress(OSError, ValueError, pickle.PicklingError, jax.errors.JaxRuntimeError):
+        # Threads, and processes of several containers, may write the same one.
+        part = self.path.with_suffix(f".{uuid.uuid4().hex}{_PART}")
+        try:
             payload, _, out = serialize_executable.serialize(program)
             result = jax.tree.unflatten(out, range(out.num_leaves))
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part = self.path.with_suffix(f".{os.getpid()}.part")
             part.write_bytes(pickle.dumps((payload, result, extra)))
             part.replace(self.path)
             _evict(self.path.parent)
+        except Exception as error:  # of the disk, or whatever cannot be serialised
+            _logger.info("a compiled program is not kept in %s: %s", self.path.parent, error)
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
 def _evict(folder: Path) -> None:
@@ -189,22 +225,32 @@ def _evict(folder: Path) -> None:
         whole += size
         if whole > MOST_BYTES:
             path.unlink(missing_ok=True)
+    for path in folder.glob(f"*{_PART}"):
+        if time.time() - path.stat().st_mtime > _ABANDONED:
+            path.unlink(missing_ok=True)
 
 
-def entry(devices: Sequence[jax.Device], arguments: tuple[Any, ...], static: Any) -> Entry | None:
+def entry(
+    devices: Sequence[jax.Device], arguments: tuple[Any, ...], static: Any, outline: str | None = ""
+) -> Entry | None:
     """Where the program for these arguments is kept; None if programs are not, or this one has no description.
+
+    An argument that is bound to other devices takes its program there: that one is not kept either.
 
     Args:
       devices: that it runs on.
       arguments: as it is called with.
       static: everything else that it follows from.
+      outline: of the models that it runs, see `outline`.
     """
-    if _folder is None or jax.process_count() > 1:
+    if _folder is None or outline is None or jax.process_count() > 1:
         return None
     try:
         what = describe(static)
     except _Unknown:
         return None
     leaves, structure = jax.tree.flatten(arguments)
-    text = "\n".join([_environment(devices), what, str(structure), *map(_placed, leaves)])
+    if any(getattr(x, "committed", False) and not x.sharding.device_set <= set(devices) for x in leaves):
+        return None
+    text = "\n".join([_environment(devices), what, outline, str(structure), *map(_placed, leaves)])
     return Entry(_folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}{_SUFFIX}", list(devices))

@@ -151,8 +151,8 @@ class Programs:
         self._drafters = {own: _Weights(model) for own, model in models.items() if model is not None}
         self._mesh = mesh
         self._config, self._dtype = target.config, target.dtype
-        # What programs depend on besides their arguments.
-        self._configs = [model.config for model in (target, drafter, mtp) if model is not None]
+        # What programs depend on besides their arguments; the models without their weights.
+        self._outline = executables.outline([model for model in (target, drafter, mtp) if model is not None])
         self._devices = [dispatch.target_device()] if mesh is None else list(mesh.devices.flat)
         self.compiled: dict[Any, Any] = {}
         self._choices: dict[Any, dispatch.Choices] = {}
@@ -191,7 +191,7 @@ class Programs:
             start = time.perf_counter()
             options = _options(rows, self._config.hidden_size)
             mesh = None if self._mesh is None else str(self._mesh.shape)
-            kept = executables.entry(self._devices, arguments, (key[:2], options, self._configs, mesh))
+            kept = executables.entry(self._devices, arguments, (key[:2], options, mesh), self._outline)
             if kept is not None and (found := kept.load(arguments)) is not None:
                 self.compiled[key], self._choices[key] = found
                 self.compile_seconds += time.perf_counter() - start

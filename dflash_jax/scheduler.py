@@ -166,8 +166,9 @@ class Scheduler:
         """
         landing, self._flying = self._flying, []
         chunks: list[tuple[Request, Chunk]] = []
-        if all(flight.ready for flight in landing):
-            # The device has nothing left to do meanwhile, and less if a text has ended.
+        if jax.process_count() == 1 and all(flight.ready for flight in landing):
+            # The device has nothing left to do meanwhile, and less if a text has ended. Of several processes one might
+            # see it earlier than another, and hand over another program.
             chunks, landing = self._land_all(landing), []
         if self._admit():  # which may have compiled
             landing = [dataclasses.replace(flight, alone=False) for flight in landing]

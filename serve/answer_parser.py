@@ -24,6 +24,7 @@ _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>")
 _PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=|</function>)")
 _FUNCTION_END = re.compile(r"</function>\s*")
 _TAG = re.compile(f"{CALL}|{CALLED}")
+_PIECE = 4096  # characters taken at once: behind each tag what is left of them is copied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +65,11 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Words | Call]:
         """Takes the next characters; returns what is certain."""
-        self._held += text
         pieces: list[Words | Call] = []
-        while self._step(pieces):
-            pass
+        for begin in range(0, len(text), _PIECE):
+            self._held += text[begin : begin + _PIECE]
+            while self._step(pieces):
+                pass
         return pieces
 
     def end(self) -> list[Words | Call]:

@@ -58,7 +58,10 @@ class Writer:
             message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
             for part in self._deltas(done.text, last=True):
                 for key, value in part.items():
-                    message[key] = message[key] + value if message.get(key) else value
+                    if isinstance(value, list):
+                        message.setdefault(key, []).extend(value)
+                    else:
+                        message[key] = message.get(key, "") + value
             for number, call in enumerate(message.get("tool_calls", [])):
                 assert call.pop("index") == number  # of a delta only
             if "tool_calls" in message or "reasoning_content" in message:

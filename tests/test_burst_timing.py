@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from dflash_jax import Engine, SamplingParams
+from dflash_jax.flights import Flight
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
@@ -71,3 +72,22 @@ def test_rounds_handed_over_one_by_one_have_no_loop_for_the_host_to_wait_in():
     assert not [line for line in loops[False] if "known_trip_count" not in line]
     if True in loops:
         assert [line for line in loops[True] if "known_trip_count" not in line]
+
+
+def test_several_processes_do_not_look_at_what_one_may_see_earlier(monkeypatch):
+    expected = engine().generate([[5, 6, 7]], PARAMS)[0].token_ids
+    looks = []
+    monkeypatch.setattr(Flight, "ready", property(lambda flight: looks.append(flight) or True))
+
+    def decoded() -> list[int]:
+        scheduler, found = Scheduler(engine(), 2, 512, burst=1, interleave=True), []
+        scheduler.submit(engine().request([5, 6, 7], PARAMS))
+        while scheduler.busy:
+            found += [token for _, chunk in scheduler.step() for token in chunk.token_ids]
+        scheduler.close()
+        return found
+
+    assert decoded() == expected and looks
+    looks.clear()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert decoded() == expected and not looks

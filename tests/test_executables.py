@@ -2,7 +2,10 @@
 
 import dataclasses
 import enum
+import errno
 import functools
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +20,13 @@ from dflash_jax import round as rounds
 from dflash_jax.acceptance import greedy, sample
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.round import RoundSpec
+from dflash_jax.target import Target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tree import SpineFirst
 from tests.models import random_drafter, random_target, save_random_pair
 
 PARAMS = SamplingParams(max_new_tokens=12, method="ar", ignore_eos=True)
+KEEP_IN = executables.keep_in  # before a fixture replaces it
 TREE = dataclasses.replace(PARAMS, method="ddtree", tree_budget=5)
 
 
@@ -85,6 +90,91 @@ def test_a_second_engine_traces_nothing(folder, monkeypatch):
     assert done.kernels == first.generate([[5, 6, 7]], PARAMS)[0].kernels
     with pytest.raises(AssertionError, match="traced"):
         tokens(engine(), TREE)
+
+
+def test_a_folder_that_may_only_be_read_serves(folder, monkeypatch):
+    expected = tokens(engine())
+
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, "read-only")
+
+    monkeypatch.setattr(os, "utime", refused)
+    monkeypatch.setattr(rounds, "decode", refused)
+    assert tokens(engine()) == expected
+
+
+def test_what_cannot_be_written_leaves_nothing(folder, monkeypatch):
+    written = []
+
+    def full(path: Path, data: bytes) -> int:
+        written.append(path)
+        with path.open("wb") as file:
+            file.write(data[:100])
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert tokens(engine()) == tokens(engine())
+    assert written and not list(folder.iterdir())
+    assert len(set(written)) == len(written)  # two that keep the same program do not write one file
+
+
+def test_what_cannot_be_serialised_is_not_kept(folder, monkeypatch):
+    def impossible(_):
+        raise NotImplementedError
+
+    monkeypatch.setattr(executables.serialize_executable, "serialize", impossible)
+    assert tokens(engine()) and not files(folder)
+
+
+def test_what_ended_processes_left_is_removed(folder):
+    folder.mkdir()
+    left, now = folder / "old.part", folder / "now.part"
+    for path in (left, now):
+        path.touch()
+    os.utime(left, (0, time.time() - 2 * executables._ABANDONED))
+    tokens(engine())
+    assert not left.exists() and now.exists()
+
+
+def test_models_of_other_classes_are_not_kept(folder):
+    class Own(Target):
+        def logits(self, hidden):
+            return -super().logits(hidden)
+
+    def other(kind: type[Target]) -> Engine:
+        target = random_target(3, layers=2)
+        target.__class__ = kind
+        return Engine(target, None, Tokenizer.from_folder(BUNDLED_TARGET), max_slots=1, prefill_chunk=16)
+
+    usual = tokens(other(Target))
+    assert tokens(other(Own)) != usual
+    assert tokens(other(Target)) == usual
+
+
+def test_what_modules_hold_counts():
+    outlines = set()
+    for eps in (None, 1e-3):
+        target = random_target(3, layers=2)
+        target.norm.eps = target.norm.eps if eps is None else eps
+        outlines.add(executables.outline([target]))
+    assert len(outlines) == 2 and None not in outlines
+
+
+def test_arguments_on_other_devices_are_not_kept(folder):
+    first, second = jax.devices()[:2]
+    arguments = (jax.device_put(jnp.zeros(3), second),)
+    assert executables.entry([first], arguments, ()) is None
+    assert executables.entry([second], arguments, ()) is not None
+
+
+def test_the_source_is_that_of_the_start(monkeypatch, tmp_path):
+    monkeypatch.setattr(executables, "_folder", None)
+    read = []
+    monkeypatch.setattr(executables, "source_digest", lambda: read.append(1))
+    KEEP_IN(None)
+    assert not read
+    KEEP_IN(tmp_path)
+    assert read
 
 
 def test_damaged_and_foreign_files_cost_their_compilation(folder):

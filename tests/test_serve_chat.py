@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,16 @@ def test_long_answers_cost_no_more_than_their_length() -> None:
     assert parsed(f"<tool_call><function=look>{body}</tool_call>") == [
         Words(f"<tool_call><function=look>{body}</tool_call>")
     ]
+
+
+def test_a_long_answer_at_once_costs_no_more_than_piece_by_piece() -> None:
+    def seconds(*pieces: str) -> float:
+        begun = time.process_time()
+        parsed(*pieces)
+        return time.process_time() - begun
+
+    parts = [STOPS] * 60_000
+    assert seconds("".join(parts)) < 3 * seconds(*parts)
 
 
 @pytest.mark.parametrize(
