@@ -69,7 +69,9 @@ class Ask:
 
 
 def make_asks(count: int, ways: tuple, sampled: tuple, rng: random.Random, long: bool) -> list[Ask]:
-    """One in five is cancelled in the middle, one in ten has too little time; one in ten may be long."""
+    """One in five is cancelled in the middle, one in ten has too little time; two in ten may be long,
+    one after the other, so that they grow side by side.
+    """
     asks = []
     for number in range(count):
         params = dataclasses.replace(AR, **rng.choice(ways), **rng.choice(sampled), seed=rng.choice((1, 2**64 - 1)))
@@ -81,7 +83,7 @@ def make_asks(count: int, ways: tuple, sampled: tuple, rng: random.Random, long:
         elif number % 10 == 3:
             params = dataclasses.replace(params, max_new_tokens=350)
             ask = Ask(130, params, seconds=rng.uniform(0.02, 0.1))
-        elif long and number % 10 == 7:
+        elif long and number % 10 in (7, 8):
             ask = Ask(130, dataclasses.replace(params, max_new_tokens=350))
         asks.append(ask)
     return asks
