@@ -131,7 +131,8 @@ async def soak(asks: list[Ask], at_once: int, pages: int | None, slots: int) -> 
         until = time.monotonic() + 60
         while True:
             info = await stub.GetServerInfo(pb.GetServerInfoRequest())
-            if (info.running, info.waiting, info.pages_free) == (0, 0, info.pages):
+            busy = server._worker._scheduler.busy  # surplus rounds may still be on their way
+            if (info.running, info.waiting, info.pages_free, busy) == (0, 0, info.pages, False):
                 break
             assert time.monotonic() < until
             await asyncio.sleep(0.02)
