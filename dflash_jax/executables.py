@@ -129,7 +129,12 @@ def describe(value: Any) -> str:
 
 
 def outline(models: Sequence[nnx.Module]) -> str | None:
-    """Describes models without their weights; None for one with a class or a value from elsewhere."""
+    """Describes models without their weights; None for one with a class or a value from elsewhere.
+
+    Also None where programs are not kept: of a large model it takes tens of milliseconds.
+    """
+    if _folder is None:
+        return None
     try:
         return describe(tuple(models))
     except _Unknown:

@@ -151,7 +151,7 @@ def test_models_of_other_classes_are_not_kept(folder):
     assert tokens(other(Target)) == usual
 
 
-def test_what_modules_hold_counts():
+def test_what_modules_hold_counts(folder):
     outlines = set()
     for eps in (None, 1e-3):
         target = random_target(3, layers=2)

@@ -3,17 +3,17 @@
 import dataclasses
 import functools
 
-import numpy as np
 import pytest
 
 from dflash_jax import Completion, Engine, SamplingParams, UserError
-from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.pages import PagePool
 from dflash_jax.prefix_cache import Prefix, PrefixCache
 from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
-from tests.models import FULL, VOCAB, random_drafter, random_mtp, random_target
+from tests import scheduling
+from tests.models import FULL, random_drafter, random_mtp, random_target
+from tests.scheduling import text
 
 PAGE, CHUNK = 16, 32
 AR = SamplingParams(max_new_tokens=8, method="ar", ignore_eos=True)
@@ -30,24 +30,13 @@ def engine() -> Engine:
     )  # fmt: skip
 
 
-def text(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
 def scheduler(prefixes: int, pages: int | None = None, **options: bool) -> Scheduler:
     return Scheduler(engine(), 2, 512, burst=1, interleave=True, prefixes=prefixes, pages=pages, **options)
 
 
 def serve(one: Scheduler, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
-    """All at once; everything is checked after each step."""
-    requests = [engine().request(prompt, params) for prompt in prompts]
-    done: dict[Request, Completion] = {}
-    for request in requests:
-        one.submit(request)
-    while one.busy:
-        done |= {request: chunk.completion for request, chunk in one.step() if chunk.completion is not None}
-        one.check()
-    return [done[request] for request in requests]
+    """All of them with the same parameters."""
+    return scheduling.serve(one, [(prompt, params) for prompt in prompts])
 
 
 # ---------------------------------------------------------------- the cache alone

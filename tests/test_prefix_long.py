@@ -5,18 +5,17 @@ import functools
 import time
 
 import grpc
-import numpy as np
 import pytest
 
 from dflash_jax import Completion, Engine, SamplingParams
-from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.scheduler import CHUNKS_PER_PREFIX, Scheduler
 from dflash_jax.tokenizer import Tokenizer
 from serve import messages
 from serve.proto import dflash_pb2 as pb
 from serve.proto import dflash_pb2_grpc as pb_grpc
-from tests.models import VOCAB, random_drafter, random_target
+from tests.models import random_drafter, random_target
+from tests.scheduling import serve, text
 from tests.servers import serving
 
 PAGE, CHUNK, SLOTS, CAPACITY = 64, 128, 4, 5632
@@ -33,10 +32,6 @@ def engine() -> Engine:
     )  # fmt: skip
 
 
-def text(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
 @functools.cache
 def prompts() -> list[list[int]]:
     """Eight that share their first 5,000 tokens and end on, before and behind the end of a page."""
@@ -48,17 +43,6 @@ def scheduler(prefixes: int, pages: int | None = None, **options: bool) -> Sched
         engine(), SLOTS, CAPACITY, burst=1, interleave=True, few_programs=True, prefixes=prefixes, pages=pages,
         **options,
     )  # fmt: skip
-
-
-def serve(one: Scheduler, asked: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
-    requests = [engine().request(*pair) for pair in asked]
-    done: dict[Request, Completion] = {}
-    for request in requests:
-        one.submit(request)
-    while one.busy:
-        done |= {request: chunk.completion for request, chunk in one.step() if chunk.completion is not None}
-    one.check()
-    return [done[request] for request in requests]
 
 
 @functools.cache

@@ -152,10 +152,15 @@ def draft_hidden(
     return drafter.norm(x).reshape(batch, count, size, hidden)
 
 
+def _right(blocks: Blocks, predicted: Int[Array, "B A n"]) -> tuple[Bool[Array, "B A m"], Int[Array, "B A m"]]:
+    """Of each of m = n − 1 drafts: whether it agrees with the sequence, and 1 if all before it do too."""
+    right = ((predicted == blocks.labels) & blocks.counted)[..., 1:]
+    return right, jnp.cumprod(right.astype(jnp.int32), axis=-1)
+
+
 def leading_runs(blocks: Blocks, predicted: Int[Array, "B A n"]) -> Int[Array, "B A"]:
     """Drafts of each block that agree with the sequence before the first that does not (0 … n − 1)."""
-    right = (predicted == blocks.labels) & blocks.counted
-    return jnp.sum(jnp.cumprod(right[..., 1:].astype(jnp.int32), axis=-1), axis=-1)
+    return jnp.sum(_right(blocks, predicted)[1], axis=-1)
 
 
 def agreement(blocks: Blocks, predicted: Int[Array, "B A n"]) -> dict[str, Array]:
@@ -166,12 +171,11 @@ def agreement(blocks: Blocks, predicted: Int[Array, "B A n"]) -> dict[str, Array
       whose slots 1 … k are all right; `tau`: mean over kept blocks of 1 + (length of that leading run), what a greedy
       chain would emit a round. Slots past the end of an answer count as wrong.
     """
-    right = (predicted == blocks.labels) & blocks.counted
-    run = jnp.cumprod(right[..., 1:].astype(jnp.int32), axis=-1)
+    right, run = _right(blocks, predicted)
     kept = jnp.maximum(jnp.sum(blocks.keep), 1)
     counted = jnp.maximum(jnp.sum(blocks.counted[..., 1:], axis=(0, 1)), 1)
     return {
-        "accuracy": jnp.sum(right[..., 1:], axis=(0, 1)) / counted,
+        "accuracy": jnp.sum(right, axis=(0, 1)) / counted,
         "chain_accuracy": jnp.sum(run, axis=(0, 1)) / kept,
         "tau": jnp.sum((1 + jnp.sum(run, axis=-1)) * blocks.keep) / kept,
     }
