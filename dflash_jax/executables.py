@@ -41,27 +41,42 @@ _folder: Path | None = None
 _logger = logging.getLogger(__name__)
 
 
-class _Hits(threading.local):
-    """Programs that this thread has got from JAX's cache."""
+class _Counts(threading.local):
+    """What this thread has asked of XLA.
 
-    count = 0
+    Attributes:
+      asked: programs compiled or got from JAX's cache; not those that JAX has in memory.
+      cached: of these the ones from JAX's cache on disk.
+    """
+
+    asked = 0
+    cached = 0
 
 
-_hits = _Hits()
+_counts = _Counts()
 
 
-def _count(event: str, **_: Any) -> None:
-    _hits.count += event == "/jax/compilation_cache/cache_hits"
+def _count_asked(event: str, duration_secs: float, **_: Any) -> None:
+    _counts.asked += event == "/jax/core/compile/backend_compile_duration"
 
 
-jax.monitoring.register_event_listener(_count)
+def _count_cached(event: str, **_: Any) -> None:
+    _counts.cached += event == "/jax/compilation_cache/cache_hits"
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_asked)
+jax.monitoring.register_event_listener(_count_cached)
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> tuple[jax.stages.Compiled, bool]:
-    """The compiled program, and whether it can be kept: one that comes from JAX's cache lacks parts on a CPU."""
-    before = _hits.count
+    """The compiled program, and whether it can be kept, which only one that XLA has just compiled can.
+
+    On a CPU one that comes from JAX's cache lacks parts when it is serialised again, and so may one that JAX still
+    has in memory, since nothing tells where that came from.
+    """
+    asked, cached = _counts.asked, _counts.cached
     program = lowered.compile(options)
-    return program, _hits.count == before
+    return program, _counts.asked > asked and _counts.cached == cached
 
 
 class _Unknown(Exception):

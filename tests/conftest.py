@@ -4,9 +4,11 @@ Every environment variable here is a default: what the caller has set stays. On 
 `JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu` runs the tests that need one.
 """
 
+import gc
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import pytest
 
 # How many CPU devices the tests see, so that sharded code runs on any machine.
 CPU_DEVICES = 4
+# Memory maps of a test process above which JAX forgets its programs at the end of a file.
+MOST_MAPS = 10_000
 
 
 def instruction_set() -> str:
@@ -82,9 +86,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(autouse=True)
-def no_programs_from_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def no_programs_from_disk() -> Iterator[None]:
     """Command lines called in this process trace their programs, which a test may have changed."""
     from dflash_jax import executables
 
-    monkeypatch.setattr(executables, "keep_in", lambda folder: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executables, "keep_in", lambda folder: None)
+        yield
+
+
+def memory_maps() -> int:
+    """Parts of memory that the system tracks for this process; 0 where it does not tell."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_end_with_their_file(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a file has compiled goes when it is done.
+
+    Each compiled program takes several memory maps. A process may have 65,530 of them on an ordinary Linux, and XLA
+    aborts it at the next one.
+    """
+    yield
+    for value in vars(request.module).values():
+        if getattr(value, "__module__", None) == request.module.__name__ and hasattr(value, "cache_clear"):
+            value.cache_clear()
+    if memory_maps() > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()

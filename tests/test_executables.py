@@ -51,6 +51,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     compilation_cache.reset_cache()
 
 
+def sort_and_add(x):
+    return jnp.sort(x) + 3
+
+
 def test_what_comes_from_the_cache_of_jax_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(executables, "_folder", tmp_path)
     folder, least = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
@@ -59,11 +63,12 @@ def test_what_comes_from_the_cache_of_jax_is_not_kept(tmp_path, monkeypatch):
     compilation_cache.reset_cache()
     try:
         kept = []
-        for _ in range(2):
-            jax.clear_caches()
-            lowered = jax.jit(lambda x: jnp.sort(x) + 3).lower(jnp.zeros((1000,)))
+        for forget in (True, True, False):  # compiled; from disk; the same one, still in memory
+            if forget:
+                jax.clear_caches()
+            lowered = jax.jit(sort_and_add).lower(jnp.zeros((1000,)))
             kept.append(executables.compiled(lowered, None)[1])
-        assert kept == [True, False]
+        assert kept == [True, False, False]
     finally:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
