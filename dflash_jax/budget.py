@@ -21,7 +21,7 @@ of a large model and many rounds of a tiny one. It is measured with the curve, a
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -145,14 +145,19 @@ class _Sums:
 class BudgetController:
     """Chooses the bucket of the next burst of rounds; one for each compiled shape, kept between requests.
 
+    Rounds of several widths, as requests come and go, share what texts have shown.
+
     Attributes:
-      curve: seconds of a round, corrected as bursts are timed; assign another one to force a choice.
+      curve: seconds of a round of the width in use, corrected as bursts are timed; assign another one to force a
+        choice.
     """
 
-    def __init__(self, curve: LatencyCurve):
-        self.curve = curve
+    def __init__(self, curve: LatencyCurve | Mapping[int, LatencyCurve]):
+        """A controller of rounds of one width, or, of several, with a curve for each (slots a round -> curve)."""
+        self._curves = {0: curve} if isinstance(curve, LatencyCurve) else dict(curve)
+        self._width = next(iter(self._curves))
         self._load = 1.0  # by how much all rounds are slower now than the curve says
-        size = len(curve.buckets)
+        size = len(self.curve.buckets)
         self._short, self._long = _Sums.empty(size), _Sums.empty(size)
         self._stale = np.ones(size, bool)  # not shown by the newest evidence
         self._fresh = True  # nothing has run for the newest request
@@ -161,6 +166,19 @@ class BudgetController:
         self._since_trial = 0
         self._burst = FIRST_BURST
         self._last = -1
+
+    @property
+    def curve(self) -> LatencyCurve:
+        """See the class."""
+        return self._curves[self._width]
+
+    @curve.setter
+    def curve(self, curve: LatencyCurve) -> None:
+        self._curves[self._width] = curve
+
+    def use(self, width: int) -> None:
+        """From now on everything is about rounds of so many slots."""
+        self._width = width
 
     def expected_tokens(self) -> np.ndarray:
         """Tokens that a round of each bucket should emit for the text at hand (mean over slots)."""
@@ -293,8 +311,9 @@ def measure_curve(
     page_size: int,
     *,
     loop: bool = True,
+    width: int | None = None,
 ) -> tuple[DecodeState, LatencyCurve]:
-    """Times a round of each spec, with every slot active at half of its capacity.
+    """Times a round of each spec, with every slot of it active at half of its capacity.
 
     Args:
       programs: where the rounds have been compiled.
@@ -304,24 +323,25 @@ def measure_curve(
       page_size: tokens a page.
       loop: whether the programs repeat rounds; else bursts are rounds handed over one by one, whose start is hidden
         behind the round before and counts as nothing.
+      width: slots a round, if not all of the state.
 
     Returns:
       The state, and the curve: medians of three runs each, of one round and of several, whose difference is that of the
       rounds between. Of several processes all get the first one's.
     """
-    slots, width = state.block_tables.shape
+    slots, entries = state.block_tables.shape
     pages = state.cache.kv.shape[
         1
     ]  # may be fewer than all slots can use: what the rounds read does not matter
-    room = width * page_size // 2
+    room = entries * page_size // 2
     on_cpu = jax.devices()[0].platform == "cpu"
     drafting = min(2 * FIRST_BURST if on_cpu else LONGEST_BURST, max(room // specs[-1].block_size, 1))
     busy = {
-        "block_tables": (np.arange(slots * width, dtype=np.int32) % pages).reshape(slots, width),
+        "block_tables": (np.arange(slots * entries, dtype=np.int32) % pages).reshape(slots, entries),
         "lengths": np.full((slots,), room, np.int32),
         "num_taps": np.zeros((slots,), np.int32),
         "active": np.ones((slots,), bool),
-        "remaining": np.full((slots,), width * page_size, np.int32),
+        "remaining": np.full((slots,), entries * page_size, np.int32),
         "stop_ids": np.full(state.stop_ids.shape, -1, np.int32),
     }
 
@@ -333,7 +353,7 @@ def measure_curve(
         begun = time.perf_counter()
         output = None
         for limit in [rounds] if loop else [None] * rounds:
-            result = programs.decode(state, limit, spec, buffer)
+            result = programs.decode(state, limit, spec, buffer, slots=None if width is None else range(width))
             assert result is not None
             state, output = result
         jax.device_get(jax.block_until_ready((state, output))[1])

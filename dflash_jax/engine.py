@@ -232,6 +232,7 @@ class Engine:
         burst: int | None = None,
         interleave: bool = False,
         few_programs: bool = False,
+        narrow: bool = False,
         pages: int | None = None,
         prefix_bytes: int = 0,
     ) -> Scheduler:
@@ -242,7 +243,7 @@ class Engine:
         Args:
           slots: see above.
           tokens: see above.
-          burst, interleave, few_programs: see `Scheduler`.
+          burst, interleave, few_programs, narrow: see `Scheduler`.
           pages: that all slots share, and that requests get as their texts grow; None for as many as slots can use.
           prefix_bytes: of device memory (of all devices together) for recurrent states of beginnings of prompts, see
             `PrefixCache`; 0 for no such cache.
@@ -262,8 +263,8 @@ class Engine:
             slots = dataclasses.replace(self._memory, limit=left).fit(slots, capacity, pages).slots
         return Scheduler(
             self, slots, capacity,
-            burst=burst, interleave=interleave, few_programs=few_programs, pages=pages, lazy=pages is not None,
-            prefixes=prefixes,
+            burst=burst, interleave=interleave, few_programs=few_programs, narrow=narrow, pages=pages,
+            lazy=pages is not None, prefixes=prefixes,
         )  # fmt: skip
 
     def state_kind(self, spec: RoundSpec) -> tuple[bool, int]:

@@ -98,8 +98,9 @@ class Flight:
     Attributes:
       owners: row of the results -> request.
       output: the results.
-      histogram: of all slots; None for the first token after a prompt.
+      histogram: of the same rows; None for the first token after a prompt.
       spec: the rounds.
+      width: slots that they hold.
       most: tokens that a slot can have emitted in them.
       controller: what chose their budget, where that is adaptive; `bucket` is its index.
       begun: when the host began to hand them over.
@@ -110,6 +111,7 @@ class Flight:
     output: RoundOutput
     histogram: jax.Array | None
     spec: RoundSpec
+    width: int = 1
     most: int = 1
     controller: BudgetController | None = None
     bucket: int = 0

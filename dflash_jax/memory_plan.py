@@ -174,7 +174,8 @@ class MemoryPlanner:
         """An estimate of the temporary bytes of the larger of a prefill chunk and a round on one device.
 
         Rows leave what they would add to the caches for every layer, once as each layer makes it and once stacked; one
-        layer's activations live beside that; and a round has fp32 logits of every row, twice while they are reduced.
+        layer's activations live beside that; and a round has fp32 logits of every row, twice while they are reduced. A
+        round of some of the slots, of half of them at most, works on a copy of their states.
         """
         c, item = self.target, jnp.dtype(self.dtype).itemsize
         kv = len(c.attention_layers) * 2 * c.num_kv_heads * c.head_dim * item
@@ -191,12 +192,10 @@ class MemoryPlanner:
         prefill = (
             self.chunk * ((2 * (kv + conv) + wide) // self.shards + replicated) + 2 * state // self.shards
         )
-        rows = slots * (
-            self.budget + 1 if self.drafter is not None else 1 + self.mtp * SamplingParams().mtp_steps
-        )
+        rows = self.budget + 1 if self.drafter is not None else 1 + self.mtp * SamplingParams().mtp_steps
         logits = 2 * 4 * c.vocab_size
         decode = rows * ((2 * (kv + conv + log) + wide + logits) // self.shards + replicated)
-        return max(prefill, decode)
+        return max(prefill, slots * decode, slots // 2 * (decode + state // self.shards))
 
     def plan(self, slots: int, tokens: int, pages: int | None = None) -> MemoryPlan:
         """What `slots` slots need, each with the capacity for a request of `tokens` tokens; `pages` as of `caches`."""

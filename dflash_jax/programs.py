@@ -4,7 +4,6 @@ Programs are compiled ahead of the call that needs them and kept by their static
 compiles and compile time is never mistaken for decoding time.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,91 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from dflash_jax import executables
 from dflash_jax import round as rounds
-from dflash_jax.cache import reset_slots
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.mtp import MTP
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
 from dflash_jax.sampling import SamplingState
 from dflash_jax.sharding import REPLICATED, named, parameter_specs, shard_program, state_specs
+from dflash_jax.slots import admit_slot, assign_pages, copy_slot, put_slots, release_slots, take_slots
 from dflash_jax.target import Target
 from pallas_kernels import dispatch
 
 # From how many rows on products with weights are left to cuBLAS, and of how wide a model.
 CUBLAS_ROWS, CUBLAS_WIDTH = 33, 2048
-
-
-def admit_slot(
-    state: DecodeState,
-    slot: Int[Array, ""],
-    table: Int[Array, " T"],
-    limit: Int[Array, ""],
-    stop_ids: Int[Array, " S"],
-    sampling: SamplingState | None,
-) -> tuple[DecodeState, None]:
-    """Empties a slot and gives it pages, a token limit, stop ids and its row of the sampling state.
-
-    Nothing of its last request is left.
-    """
-    state = dataclasses.replace(
-        state,
-        cache=reset_slots(state.cache, slot[None]),
-        block_tables=state.block_tables.at[slot].set(table),
-        lengths=state.lengths.at[slot].set(0),
-        anchor=state.anchor.at[slot].set(0),
-        taps=None if state.taps is None else state.taps.at[slot].set(0),
-        num_taps=state.num_taps.at[slot].set(0),
-        active=state.active.at[slot].set(False),
-        remaining=state.remaining.at[slot].set(limit),
-        stop_ids=state.stop_ids.at[slot].set(stop_ids),
-        histogram=state.histogram.at[slot].set(0),
-        sampling=jax.tree.map(lambda all_slots, own: all_slots.at[slot].set(own), state.sampling, sampling),
-        next_tokens=None if state.next_tokens is None else state.next_tokens.at[slot].set(0),
-    )
-    return state, None
-
-
-def assign_pages(
-    state: DecodeState, slot: Int[Array, ""], table: Int[Array, " T"]
-) -> tuple[DecodeState, None]:
-    """Gives a slot in use another table, which begins with the pages that it has written."""
-    return dataclasses.replace(state, block_tables=state.block_tables.at[slot].set(table)), None
-
-
-def copy_slot(
-    state: DecodeState, source: DecodeState, slot: Int[Array, ""], place: Int[Array, ""], tokens: Int[Array, ""]
-) -> tuple[DecodeState, None]:
-    """Puts what a slot of `source` holds besides pages into a slot of `state`, which then has read `tokens` tokens."""
-
-    def copied(all_slots: Array, own: Array | None, axis: int) -> Array:
-        assert own is not None
-        row = jax.lax.dynamic_index_in_dim(own, place, axis, keepdims=True)
-        return jax.lax.dynamic_update_slice_in_dim(all_slots, row, slot, axis)
-
-    cache, other = state.cache, source.cache
-    cache = dataclasses.replace(
-        cache,
-        recurrent=copied(cache.recurrent, other.recurrent, 1),
-        conv=copied(cache.conv, other.conv, 1),
-    )
-    state = dataclasses.replace(
-        state,
-        cache=cache,
-        lengths=state.lengths.at[slot].set(tokens),
-        taps=None if state.taps is None else copied(state.taps, source.taps, 0),
-        num_taps=copied(state.num_taps, source.num_taps, 0),
-        next_tokens=None if state.next_tokens is None else copied(state.next_tokens, source.next_tokens, 0),
-    )
-    return state, None
-
-
-def release_slots(state: DecodeState, slots: Bool[Array, " B"]) -> tuple[DecodeState, None]:
-    """Stops decoding in the slots marked (a stop string, which only the host can see)."""
-    return dataclasses.replace(state, active=state.active & ~slots), None
 
 
 def _options(rows: int, width: int) -> dict[str, bool | int | str] | None:
@@ -262,26 +192,42 @@ class Programs:
         spec: RoundSpec,
         buffer: int,
         own: Any = None,
+        slots: Any = None,
         *,
         compile_only: bool = False,
-    ) -> tuple[DecodeState, tuple[RoundOutput, Int[Array, "B H"]]] | None:
+    ) -> tuple[DecodeState, tuple[RoundOutput, Int[Array, "W H"]]] | None:
         """Up to `max_rounds` rounds on the device for the slots marked by `own` (None: for all).
 
         Without `max_rounds` it is one round, in a program without a loop: the host of a GPU has to wait for the end of
         a loop, and this one it just hands over. Also returns a copy of the histogram that outlives the state.
-        """
-        loop = max_rounds is not None
 
-        def run(weights: Any, state: DecodeState, max_rounds: Array, own: Array) -> Any:
+        Args:
+          state: of B slots.
+          max_rounds: see above.
+          spec: the rounds.
+          buffer: see `round.decode`.
+          own: a mark for each of the B.
+          slots: numbers, all different, of the W slots that the rounds hold, by row of the results; None for all B.
+            The rounds cost as much as in a state of W slots, and a copy of what these hold besides pages.
+          compile_only: whether nothing is run.
+        """
+        loop, whole = max_rounds is not None, state.anchor.shape[0]
+
+        def run(weights: Any, state: DecodeState, max_rounds: Array, own: Array, *slots: Array) -> Any:
             models = self._models(weights, spec)
-            state, output = rounds.decode(*models, state, max_rounds if loop else None, spec, buffer, own)
-            return state, (output, jnp.copy(state.histogram))
+            part = take_slots(state, *slots) if slots else state
+            part, output = rounds.decode(*models, part, max_rounds if loop else None, spec, buffer, own)
+            histogram = jnp.copy(part.histogram)
+            return put_slots(state, part, *slots) if slots else part, (output, histogram)
 
         weights = self._weights(spec)
-        marked = np.ones(state.anchor.shape, bool) if own is None else np.asarray(own, bool)
-        arguments = ([w.leaves for w in weights], state, np.asarray(max_rounds or 0, np.int32), marked)
-        rows = state.anchor.shape[0] * (spec.budget + 1)
-        program = self._get((spec, buffer, loop), "decode", run, arguments, weights, rows)
+        marked = np.ones((whole,), bool) if own is None else np.asarray(own, bool)
+        chosen = () if slots is None else (np.asarray(slots, np.int32),)
+        marked = marked[chosen] if chosen else marked
+        limit = np.asarray(max_rounds or 0, np.int32)
+        arguments = ([w.leaves for w in weights], state, limit, marked, *chosen)
+        key, rows = (spec, buffer, loop, len(marked), bool(chosen)), len(marked) * (spec.budget + 1)
+        program = self._get(key, "decode", run, arguments, weights, rows)
         return None if compile_only else program(*arguments)
 
     def prefill(

@@ -38,6 +38,19 @@ CHUNKS_PER_PREFIX = 4
 SHORTEST_TIMED = 4
 
 
+def widths_of(slots: int) -> tuple[int, ...]:
+    """Slots that a round may hold, ascending: 1, 4, 16 and so on, and all.
+
+    A round costs at most what one of four times its requests does.
+    """
+    widths = {slots}
+    width = 1
+    while width < slots:
+        widths.add(width)
+        width *= 4
+    return tuple(sorted(widths))
+
+
 class Scheduler:
     """Continuous batching over the slots of one decode state. Not thread-safe: one thread calls it.
 
@@ -67,6 +80,7 @@ class Scheduler:
         interleave: bool = False,
         few_programs: bool = False,
         lazy: bool = False,
+        narrow: bool = False,
         prefixes: int = 0,
     ):
         """An empty scheduler.
@@ -85,6 +99,8 @@ class Scheduler:
             which leave the method to the engine.
           lazy: whether requests get pages as their texts grow. Where none are left the request that was admitted last
             gives its slot and pages back and is first in the queue; it reads what it had emitted again and goes on.
+          narrow: whether rounds are only as wide as the requests in them ask for, see `widths_of`: faster while few
+            of the slots are in use, for a program more of each kind for each width.
           prefixes: recurrent states to keep, each of the beginning of a prompt whose pages then stay as well.
         """
         self.engine, self.slots, self.capacity = engine, slots, capacity
@@ -92,6 +108,7 @@ class Scheduler:
         self._burst, self._interleave, self._few_programs = burst, interleave, few_programs
         self._single = burst == 1
         self._lazy, self.preemptions = lazy, 0
+        self._widths = widths_of(slots) if narrow else (slots,)
         interval = CHUNKS_PER_PREFIX * engine.prefill_chunk
         # The prefixes kept all end in different pages, so there are never more of them.
         self.prefixes = PrefixCache(self.pool, min(prefixes, self.pool.pages), interval) if prefixes else None
@@ -377,7 +394,7 @@ class Scheduler:
 
     def curve_key(self, draft: RoundSpec) -> Any:
         """What the time of a round depends on, how tokens are chosen left out."""
-        return dataclasses.replace(draft, ranks=False), self.slots, self.capacity
+        return dataclasses.replace(draft, ranks=False), self._widths, self.capacity
 
     def _compile(self, draft: RoundSpec) -> None:
         """Compiles what requests of this kind need; times the rounds of an adaptive budget if they are the first."""
@@ -388,16 +405,22 @@ class Scheduler:
         programs.prefill(self._state, 0, padding, 1, True, prefill_spec(spec), compile_only=True)
         rounds = rounds_of(spec)
         limit = None if self._single else 1
-        for one in rounds:
-            programs.decode(self._state, limit, one, self._buffer(spec), compile_only=True)
+        for width in self._widths:
+            for one in rounds:
+                programs.decode(
+                    self._state, limit, one, self._buffer(spec), slots=self._places(range(width)), compile_only=True
+                )
         if draft.buckets and key not in controllers:
             start = time.perf_counter()
             if self.prefixes is not None:
                 self.prefixes.clear()  # timing writes into pages
-            self._state, curve = measure_curve(
-                programs, self._state, rounds, self._buffer(spec), self.engine.page_size, loop=not self._single
-            )
-            controllers[key] = BudgetController(curve)
+            curves = {}
+            for width in self._widths:
+                self._state, curves[width] = measure_curve(
+                    programs, self._state, rounds, self._buffer(spec), self.engine.page_size,
+                    loop=not self._single, width=None if width == self.slots else width,
+                )  # fmt: skip
+            controllers[key] = BudgetController(curves)
             programs.compile_seconds += time.perf_counter() - start
 
     def _prepare(self, request: Request) -> None:
@@ -479,21 +502,29 @@ class Scheduler:
             if self._prefilling or len(lanes) > 1 or any(r.params.stop for r in lane):
                 rounds = 1
             controller, bucket, buffer = None, 0, self._buffer(spec)
+            width = next(width for width in self._widths if width >= len(lane))
             if draft.buckets:
                 controller = self.engine.controllers[self.curve_key(draft)]
+                controller.use(width)
                 bucket, rounds = controller.next(rounds)
                 spec = dataclasses.replace(spec, budget=draft.buckets[bucket])
-            owners = [(r.slot, r) for r in lane if r.slot is not None]
+            used = [r.slot for r in lane if r.slot is not None]
             own = np.zeros((self.slots,), bool)
-            own[[slot for slot, _ in owners]] = True
+            own[used] = True
+            places = self._places([*used, *(slot for slot in range(self.slots) if not own[slot])][:width])
+            owners = list(zip(used if places is None else range(len(used)), lane, strict=True))
             assert self._state is not None
             begun = time.perf_counter()
             limit = None if self._single else rounds
-            result = self.engine.programs.decode(self._state, limit, spec, buffer, own)
+            result = self.engine.programs.decode(self._state, limit, spec, buffer, own, places)
             assert result is not None
             self._state, (output, histogram) = result
             most = min(rounds * spec.max_emitted, buffer)
-            self._flying.append(Flight(owners, output, histogram, spec, most, controller, bucket, begun))
+            self._flying.append(Flight(owners, output, histogram, spec, width, most, controller, bucket, begun))
+
+    def _places(self, slots: Sequence[int]) -> Sequence[int] | None:
+        """What `Programs.decode` is told for these slots: None where they are all, in whichever order."""
+        return slots if len(slots) < self.slots else None
 
     # ---------------------------------------------------------------- results
 
@@ -528,6 +559,7 @@ class Scheduler:
                 chunks.append((request, self._chunk(request, update, logprobs)))
         self._release(ended)
         if (controller := flight.controller) is not None:
+            controller.use(flight.width)
             if output.evidence is not None:
                 controller.observe(flight.bucket, output.evidence)
             controller.ran(flight.bucket, rounds)

@@ -46,6 +46,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--warm-up", default="default", choices=("none", "default", "all"),
         help="what is compiled before the server is healthy: what requests of the default method need, or of all",
     )
+    parser.add_argument(
+        "--round-width", default="auto", choices=("auto", "full"),
+        help="slots that a round holds: as few as its requests need, or always all, which is fewer programs to compile",
+    )
     parser.add_argument("--compile-cache-dir", metavar="DIR", help="of compiled programs, as of dflash_jax.generate")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for calls to finish after SIGTERM")
     parser.add_argument("--log-format", default="text", choices=("text", "json"), help="of what is written on stderr")
@@ -95,7 +99,7 @@ async def _serve(args: argparse.Namespace) -> None:
     server = Server(
         engine, args.host, args.port, args.max_queue,
         warm_up=args.warm_up, tokens=tokens, credentials=credentials, pages=pages,
-        prefix_bytes=args.prefix_cache_mib << 20, http_port=args.http_port,
+        prefix_bytes=args.prefix_cache_mib << 20, narrow=args.round_width == "auto", http_port=args.http_port,
         transport=connections, tracer=tracer,
         http_tls=None if credentials is None else (args.tls_cert, args.tls_key, args.tls_client_ca),
     )  # fmt: skip

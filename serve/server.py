@@ -186,6 +186,7 @@ class Server:
         credentials: grpc.ServerCredentials | None = None,
         pages: int | None = None,
         prefix_bytes: int = 0,
+        narrow: bool = False,
         http_port: int | None = None,
         http_tls: tuple[Path, Path, Path | None] | None = None,
         transport: Transport | None = None,
@@ -201,7 +202,7 @@ class Server:
           warm_up: one of `WARM_UPS`: what is compiled before the server is healthy.
           tokens: one of which every call must bear, health checks aside; none if empty.
           credentials: for TLS; None for plain text.
-          pages, prefix_bytes: see `Engine.scheduler`.
+          pages, prefix_bytes, narrow: see `Engine.scheduler`.
           http_port: 0 for any that is free; None for no HTTP.
           http_tls: see `HttpServer`.
           transport: how connections over gRPC behave; None for the defaults.
@@ -235,7 +236,7 @@ class Server:
         def lost() -> None:
             loop.call_soon_threadsafe(self._lost.set)
 
-        self._worker = Worker(engine, max_queue, lost, pages, prefix_bytes)
+        self._worker = Worker(engine, max_queue, lost, pages, prefix_bytes, narrow)
         self._watch: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
         self._front = Front(self._worker, transport.max_lag_seconds, tracer)

@@ -85,19 +85,21 @@ class Worker:
         on_lost: Callable[[], None] = lambda: None,
         pages: int | None = None,
         prefix_bytes: int = 0,
+        narrow: bool = False,
     ):
         """Starts the thread.
 
         Args:
           engine: used by this thread alone from now on (`Engine.request` aside, which only reads).
           max_queue: requests that may wait beside those in slots.
-          pages, prefix_bytes: see `Engine.scheduler`.
+          pages, prefix_bytes, narrow: see `Engine.scheduler`.
           on_lost: called on the thread when it ends because the engine is lost; all requests have been told by then.
 
         Raises:
           UserError: the memory for prefixes does not hold the state of one.
         """
         self.engine, self._on_lost, self._pages, self._prefix_bytes = engine, on_lost, pages, prefix_bytes
+        self._narrow = narrow
         self._scheduler = self._new_scheduler()
         self.stats = Stats.of(self._scheduler)
         self._limit = self._scheduler.slots + max_queue
@@ -149,8 +151,8 @@ class Worker:
     def _new_scheduler(self) -> Scheduler:
         engine = self.engine
         return engine.scheduler(
-            engine.max_slots, engine.max_model_len, burst=1, interleave=True, few_programs=True, pages=self._pages,
-            prefix_bytes=self._prefix_bytes,
+            engine.max_slots, engine.max_model_len, burst=1, interleave=True, few_programs=True, narrow=self._narrow,
+            pages=self._pages, prefix_bytes=self._prefix_bytes,
         )  # fmt: skip
 
     def _run(self) -> None:
