@@ -52,6 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compile-cache-dir", metavar="DIR", help="of compiled programs, as of dflash_jax.generate")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for calls to finish after SIGTERM")
+    parser.add_argument(
+        "--stall-seconds", type=float, default=600.0, metavar="S",
+        help="of one step of the engine, after which it is taken to hang and health says so; 0 is never",
+    )
     parser.add_argument("--log-format", default="text", choices=("text", "json"), help="of what is written on stderr")
     parser.add_argument(
         "--otlp-traces-endpoint", metavar="URL",
@@ -99,8 +103,8 @@ async def _serve(args: argparse.Namespace) -> None:
     server = Server(
         engine, args.host, args.port, args.max_queue,
         warm_up=args.warm_up, tokens=tokens, credentials=credentials, pages=pages,
-        prefix_bytes=args.prefix_cache_mib << 20, narrow=args.round_width == "auto", http_port=args.http_port,
-        transport=connections, tracer=tracer,
+        prefix_bytes=args.prefix_cache_mib << 20, narrow=args.round_width == "auto",
+        stall_seconds=args.stall_seconds, http_port=args.http_port, transport=connections, tracer=tracer,
         http_tls=None if credentials is None else (args.tls_cert, args.tls_key, args.tls_client_ca),
     )  # fmt: skip
     starting = asyncio.create_task(server.start())
@@ -125,10 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = config_file.parse(build_parser(), argv)
         listener = request_log.set_up(args.log_format)
-        if args.max_slots < 1 or args.max_queue < 0 or not args.drain_seconds >= 0 or not 0 <= args.port < 1 << 16:
-            raise UserError(
-                "--max-slots must be at least 1, --max-queue and --drain-seconds at least 0, --port 0 to 65535"
-            )
+        if args.max_slots < 1 or args.max_queue < 0 or not 0 <= args.port < 1 << 16:
+            raise UserError("--max-slots must be at least 1, --max-queue at least 0, --port 0 to 65535")
+        if not (args.drain_seconds >= 0 and args.stall_seconds >= 0):  # nor NaN
+            raise UserError("--drain-seconds and --stall-seconds must be at least 0")
         if args.http_port is not None and not 0 <= args.http_port < 1 << 16:
             raise UserError(f"--http-port must be 0 to 65535, found {args.http_port}")
         if args.prefix_cache_mib < 0:

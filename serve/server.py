@@ -4,7 +4,9 @@ Nothing here blocks: texts are tokenised on a thread of the pool, and the engine
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -38,6 +40,9 @@ SERVICE = pb.DESCRIPTOR.services_by_name["DFlash"].full_name
 MAX_BATCH = 1024  # requests of one call
 # What is compiled before a server is healthy: nothing; what the default method needs; what all methods need.
 WARM_UPS = ("none", "default", "all")
+WATCH_SECONDS = 1.0  # between two looks at the engine
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext
 
@@ -187,6 +192,7 @@ class Server:
         pages: int | None = None,
         prefix_bytes: int = 0,
         narrow: bool = False,
+        stall_seconds: float = 600.0,
         http_port: int | None = None,
         http_tls: tuple[Path, Path, Path | None] | None = None,
         transport: Transport | None = None,
@@ -203,6 +209,7 @@ class Server:
           tokens: one of which every call must bear, health checks aside; none if empty.
           credentials: for TLS; None for plain text.
           pages, prefix_bytes, narrow: see `Engine.scheduler`.
+          stall_seconds: after so long in one step the engine is taken to hang; 0 for never.
           http_port: 0 for any that is free; None for no HTTP.
           http_tls: see `HttpServer`.
           transport: how connections over gRPC behave; None for the defaults.
@@ -211,7 +218,7 @@ class Server:
         Raises:
           UserError: a port cannot be had, or the memory for prefixes holds none.
         """
-        self._warm_up_for = warm_up
+        self._warm_up_for, self._stall_seconds = warm_up, stall_seconds
         transport = transport or Transport()
         # Else two servers would share a port, each with half of the calls.
         options = [("grpc.so_reuseport", 0), *transport.options()]
@@ -264,19 +271,32 @@ class Server:
 
     async def stop(self, grace: float) -> None:
         """Takes no more calls, finishes those that are there within `grace` seconds, and ends the engine's thread."""
+        if self._watch is not None:
+            self._watch.cancel()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._worker.drain()
         # Both cancel, after that, what is still there.
         stopping = [self._server.stop(grace), *([self.http.stop(grace)] if self.http is not None else [])]
         await asyncio.gather(*stopping)
         await asyncio.to_thread(self._worker.stop)
-        if self._watch is not None:
-            self._watch.cancel()
 
     async def _watch_engine(self) -> None:
-        """Health turns NOT_SERVING when the engine is lost, so that whoever runs the server can start it again."""
-        await self._lost.wait()
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        """Health turns NOT_SERVING when the engine is lost, so that whoever runs the server can start it again.
+
+        Also while one step of it does not end: a device that hangs raises nothing.
+        """
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), WATCH_SECONDS)
+                await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+                return
+            stalled = 0 < self._stall_seconds < self._worker.step_seconds
+            if stalled and self._serving:
+                log.critical("the engine has been at one step for %.0f s", self._worker.step_seconds)
+                await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+            elif not stalled and not self._serving:
+                log.warning("the engine goes on")
+                await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def _set_health(self, status: int) -> None:
         self._serving = status == health_pb2.HealthCheckResponse.SERVING

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from dflash_jax.engine import Engine
@@ -109,8 +110,15 @@ class Worker:
         self._inbox: list[tuple[Callable[[Ticket], None], Ticket]] = []
         self._draining = self._lost = False
         self._failures = 0
+        self._begun = 0.0  # the step in hand; 0 between steps
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the engine has been at what it is doing: a round, a compilation; 0 while it has nothing to do."""
+        begun = self._begun
+        return time.monotonic() - begun if begun else 0.0
 
     def submit(self, request: Request, deliver: Callable[[Chunk | Exception], None]) -> Ticket:
         """Takes a request, or raises `QueueFull`, `Draining` or `Lost` at once."""
@@ -175,6 +183,7 @@ class Worker:
                 inbox, self._inbox = self._inbox, []
                 if not (inbox or self._scheduler.busy):
                     break
+            self._begun = time.monotonic()
             try:
                 for act, ticket in inbox:
                     act(ticket)
@@ -188,6 +197,7 @@ class Worker:
                     raise
                 log.exception("the engine failed; its requests end")
                 self._fail(error)
+            self._begun = 0.0
             self.stats = Stats.of(self._scheduler)
         self._scheduler.close()
 

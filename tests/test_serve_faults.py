@@ -7,6 +7,7 @@ import gc
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dflash_jax import Chunk, Engine, SamplingParams
 from dflash_jax.loading import BUNDLED_TARGET
+from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
 from serve import messages
 from serve.proto import dflash_pb2 as pb
@@ -126,6 +128,31 @@ def process(pair: tuple[Path, Path], port: int) -> Iterator[tuple[subprocess.Pop
             yield one, int(line.rsplit(":", 1)[1])
         finally:
             one.kill()
+
+
+def test_health_says_that_the_engine_hangs_and_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, go_on, step = alone(SHORT), threading.Event(), Scheduler.step
+
+    def hang(self: Scheduler) -> list:
+        assert go_on.wait(60)
+        return step(self)
+
+    monkeypatch.setattr(Scheduler, "step", hang)
+    with serving(engine(), stall_seconds=0.3) as port, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+
+        def serves() -> bool:
+            answer = check(health_pb2.HealthCheckRequest(service=SERVICE))
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        wait_for(serves)
+        time.sleep(1.5)  # longer than a step may take, with nothing to do
+        assert serves()
+        call = pb_grpc.DFlashStub(channel).Generate(request(SHORT), timeout=60)
+        wait_for(lambda: not serves())
+        go_on.set()
+        assert ids_of(call) == expected
+        wait_for(serves)
 
 
 def test_after_a_kill_clients_know_and_the_next_server_serves(tmp_path: Path) -> None:
