@@ -31,6 +31,7 @@ class Request:
       emitted: the tokens that have come back.
       reads: what the device must read before it decodes: the prompt, and after a preemption what was emitted too.
       prefilled: how many of these the device has been given.
+      keys: of their prefixes, where such are kept (`PrefixCache.keys`).
       prefix: the part of these that was there already; None if there was none.
       cached: how many tokens of the prompt were, when the request was first admitted.
     """
@@ -46,6 +47,7 @@ class Request:
     emitted: list[int] = dataclasses.field(default_factory=list)
     reads: list[int] = dataclasses.field(default_factory=list)
     prefilled: int = 0
+    keys: list[bytes] = dataclasses.field(default_factory=list)
     prefix: Prefix | None = None
     cached: int = 0
     histogram: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1,), int))

@@ -14,7 +14,7 @@ The cache holds its pages as requests do. Those used longest ago go first, when 
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -89,17 +89,27 @@ class PrefixCache:
         """Whether the state after so many tokens of a prompt is to be kept."""
         return 0 < tokens < length and (tokens % self._interval == 0 or tokens == self._last_end(length))
 
-    def find(self, tokens: Sequence[int], kind: object) -> Prefix | None:
-        """The longest kept prefix of a prompt that leaves it a token to read; it and its own prefixes are used last.
-
-        Its pages are taken for the caller, who releases them.
+    def keys(self, tokens: Sequence[int], kind: object) -> list[bytes]:
+        """Of a prompt's prefixes of 1, 2, … whole pages that leave it a token to read, each by all of its tokens.
 
         Args:
           tokens: the prompt.
           kind: what its caches hold; prefixes of another kind do not serve it.
         """
+        size, keys = self._pool.page_size, [repr(kind).encode()]
+        blocks = np.asarray(tokens, np.int64)
+        for begin in range(0, self._last_end(len(tokens)), size):
+            block = blocks[begin : begin + size].tobytes()
+            keys.append(hashlib.blake2b(keys[-1] + block, digest_size=20).digest())
+        return keys[1:]
+
+    def find(self, keys: Sequence[bytes]) -> Prefix | None:
+        """The longest kept prefix of the prompt with these keys; it and its own prefixes are used last.
+
+        Its pages are taken for the caller, who releases them.
+        """
         found = None
-        for key in self._keys(tokens, kind):
+        for key in keys:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 found = self._kept[key]
@@ -107,22 +117,20 @@ class PrefixCache:
             self._pool.share(found.pages)
         return found
 
-    def add(self, tokens: Sequence[int], kind: object, pages: Sequence[int]) -> int | None:
+    def add(self, keys: Sequence[bytes], pages: Sequence[int]) -> int | None:
         """Keeps a prefix of whole pages; the place where its state belongs, None if it is kept already.
 
         Args:
-          tokens: its tokens.
-          kind: as in `find`.
+          keys: of the prompt up to its end, one a page.
           pages: of the request that has read it.
         """
-        count = len(tokens) // self._pool.page_size
-        key = collections.deque(self._keys([*tokens, 0], kind), maxlen=1).pop()
+        key, count = keys[-1], len(keys)
         if key in self._kept:
             self._kept.move_to_end(key)
             return None
         if not self._free and not self.evict():
             return None
-        prefix = Prefix(len(tokens), tuple(pages[:count]), self._free.pop())
+        prefix = Prefix(count * self._pool.page_size, tuple(pages[:count]), self._free.pop())
         self._pool.share(prefix.pages)
         self._kept[key] = prefix
         self.added += 1
@@ -145,12 +153,3 @@ class PrefixCache:
     def _last_end(self, length: int) -> int:
         """End of the longest prefix that a prompt can have: whole pages, and a token left to read."""
         return (length - 1) // self._pool.page_size * self._pool.page_size
-
-    def _keys(self, tokens: Sequence[int], kind: object) -> Iterator[bytes]:
-        """Of the prompt's prefixes of 1, 2, … whole pages that end before its last token."""
-        size = self._pool.page_size
-        key = repr(kind).encode()
-        blocks = np.asarray(tokens, np.int64)
-        for begin in range(0, self._last_end(len(tokens)), size):
-            key = hashlib.blake2b(key + blocks[begin : begin + size].tobytes(), digest_size=20).digest()
-            yield key

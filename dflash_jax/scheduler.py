@@ -285,8 +285,9 @@ class Scheduler:
         now = (request, request.known, self.pool.free, added)
         if now == self._refused:
             return None
-        if find and self.prefixes is not None:
-            prefix = self.prefixes.find(request.prompt + request.emitted, self._kind(request))
+        if self.prefixes is not None:
+            request.keys = self.prefixes.keys(request.prompt + request.emitted, self._kind(request))
+            prefix = self.prefixes.find(request.keys) if find else None
         shared = [] if prefix is None else list(prefix.pages)
         missing = self.pool.pages_for(tokens) - len(shared)
         # Who has just been admitted should not be the first to lose its pages again.
@@ -472,8 +473,7 @@ class Scheduler:
         self._state, output = result
         request.prefilled += len(piece)
         if self.prefixes is not None and self.prefixes.keeps(request.prefilled, len(request.reads)):
-            read = request.reads[: request.prefilled]
-            place = self.prefixes.add(read, self._kind(request), request.pages)
+            place = self.prefixes.add(request.keys[: request.prefilled // self.pool.page_size], request.pages)
             if place is not None:
                 assert self._store is not None
                 self._store = self.engine.programs.copy_slot(

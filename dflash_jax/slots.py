@@ -1,7 +1,6 @@
 """What is done to single slots of a decode state: given to a request, taken back, copied, and taken out for a round."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Int
@@ -83,28 +82,31 @@ def release_slots(state: DecodeState, slots: Bool[Array, " B"]) -> tuple[DecodeS
     return dataclasses.replace(state, active=state.active & ~slots), None
 
 
-def take_slots(state: DecodeState, slots: Int[Array, " W"]) -> DecodeState:
-    """A state of the slots named alone, in that order, which shares the pages."""
+def _rows(slots: Int[Array, " W"], axis: int) -> tuple[slice | Array, ...]:
+    return (*[slice(None)] * axis, slots)
 
-    def rows(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[slots], tree)
+
+def take_slots(state: DecodeState, slots: Int[Array, " W"]) -> DecodeState:
+    """A state of the slots named alone, all different, in that order, which shares the pages."""
+
+    def taken(leaf: Array, axis: int = 0) -> Array:
+        return leaf.at[_rows(slots, axis)].get(mode="promise_in_bounds", unique_indices=True)
 
     cache = state.cache
-    cache = dataclasses.replace(cache, recurrent=cache.recurrent[:, slots], conv=cache.conv[:, slots])
-    return dataclasses.replace(state, cache=cache, **{name: rows(getattr(state, name)) for name in _ROWS})
+    cache = dataclasses.replace(cache, recurrent=taken(cache.recurrent, 1), conv=taken(cache.conv, 1))
+    rows = {name: jax.tree.map(taken, getattr(state, name)) for name in _ROWS}
+    return dataclasses.replace(state, cache=cache, **rows)
 
 
 def put_slots(state: DecodeState, part: DecodeState, slots: Int[Array, " W"]) -> DecodeState:
     """The state with what `take_slots` has taken out of it put back, pages included."""
 
-    def rows(tree: Any, own: Any) -> Any:
-        return jax.tree.map(lambda leaf, new: leaf.at[slots].set(new), tree, own)
+    def put(leaf: Array, own: Array, axis: int = 0) -> Array:
+        return leaf.at[_rows(slots, axis)].set(own, mode="promise_in_bounds", unique_indices=True)
 
     cache, own = state.cache, part.cache
     cache = dataclasses.replace(
-        own,
-        recurrent=cache.recurrent.at[:, slots].set(own.recurrent),
-        conv=cache.conv.at[:, slots].set(own.conv),
+        own, recurrent=put(cache.recurrent, own.recurrent, 1), conv=put(cache.conv, own.conv, 1)
     )
-    fields = {name: rows(getattr(state, name), getattr(part, name)) for name in _ROWS}
-    return dataclasses.replace(state, cache=cache, **fields)
+    rows = {name: jax.tree.map(put, getattr(state, name), getattr(part, name)) for name in _ROWS}
+    return dataclasses.replace(state, cache=cache, **rows)

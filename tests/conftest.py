@@ -58,6 +58,9 @@ import jax  # noqa: E402 - reads the variables above
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     # Not by a variable: programs started by a test see the machine as a user's would.
     jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+if os.environ["JAX_PLATFORMS"] == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    # Neither this: most of a first run is LLVM's, of programs that run for milliseconds. XLA's own passes stay.
+    jax.config.update("jax_disable_most_optimizations", True)
 
 # Examples take as long as compilation does, so no deadline. In CI the examples are the same in every run.
 hypothesis.settings.register_profile("local", deadline=None)

@@ -61,21 +61,24 @@ def test_the_longest_prefix_is_found_and_the_oldest_goes_first():
     cache = PrefixCache(pool, 2, interval=2 * PAGE)
     tokens = text(5 * PAGE)
     pages = pool.allocate(5 * PAGE)
-    assert cache.add(tokens[: 2 * PAGE], "a", pages) is not None
-    assert cache.add(tokens[: 4 * PAGE], "a", pages) is not None
-    assert cache.add(tokens[: 4 * PAGE], "a", pages) is None  # there already
+    keys = cache.keys(tokens, "a")
+    assert len(keys) == 4  # a prompt must have a token left to read
+    assert keys == cache.keys([*tokens, 0], "a")[:4] == cache.keys(tokens[: 4 * PAGE + 1], "a")
+    assert cache.add(keys[:2], pages) is not None
+    assert cache.add(keys, pages) is not None
+    assert cache.add(keys, pages) is None  # there already
     pool.release(pages)
     assert pool.free == 32 - 4  # the cache holds what the request gave back
-    found = cache.find(tokens, "a")
+    found = cache.find(keys)
     assert found is not None and found.tokens == 4 * PAGE and list(found.pages) == pages[:4]
-    short = cache.find(tokens[: 4 * PAGE], "a")  # a prompt must have a token left to read
+    short = cache.find(cache.keys(tokens[: 4 * PAGE], "a"))
     assert short is not None and short.tokens == 2 * PAGE
-    assert cache.find(tokens, "b") is None and cache.find(tokens[1:], "a") is None
-    assert cache.find([*tokens[:PAGE], tokens[PAGE] ^ 1, *tokens[PAGE + 1 :]], "a") is None
+    assert cache.find(cache.keys(tokens, "b")) is None and cache.find(cache.keys(tokens[1:], "a")) is None
+    assert cache.find(cache.keys([*tokens[:PAGE], tokens[PAGE] ^ 1, *tokens[PAGE + 1 :]], "a")) is None
     other = pool.allocate(PAGE)
-    cache.find(tokens[: 3 * PAGE], "a")  # now the longer one was used longest ago
-    assert cache.add(text(PAGE, 1), "a", other) == found.place and len(cache) == 2
-    assert cache.find(tokens, "a") == short
+    cache.find(keys[:2])  # now the longer one was used longest ago
+    assert cache.add(cache.keys(text(PAGE + 1, 1), "a"), other) == found.place and len(cache) == 2
+    assert cache.find(keys) == short
 
 
 def test_chunks_end_where_a_state_is_kept():
@@ -144,8 +147,8 @@ def test_prefixes_do_not_go_in_vain():
     one.submit(running)
     one.submit(waiting)
     assert one.prefixes is not None
-    keys, asked = one.prefixes._keys, []
-    one.prefixes._keys = lambda tokens, kind: asked.append(len(tokens)) or keys(tokens, kind)  # type: ignore[method-assign]
+    keys, asked = one.prefixes.keys, []
+    one.prefixes.keys = lambda tokens, kind: asked.append(len(tokens)) or keys(tokens, kind)  # type: ignore[method-assign]
     result = None
     while one.busy:
         for request, chunk in one.step():

@@ -28,7 +28,7 @@ Ask = tuple[int, int, SamplingParams]
 def make(prefixes: int, lazy: bool = True) -> Scheduler:
     return Scheduler(
         engine(), SLOTS, CAPACITY, pages=PAGES, burst=1, interleave=True, few_programs=True, lazy=lazy,
-        prefixes=prefixes,
+        narrow=True, prefixes=prefixes,
     )  # fmt: skip
 
 
@@ -86,13 +86,14 @@ def soak(seed: int, ways: tuple[SamplingParams, ...], steps: int) -> tuple[int, 
     rng = random.Random(seed)
     one = make(PLACES, lazy=rng.random() < 0.8)
     assert one.prefixes is not None
-    known, add, keys = {}, one.prefixes.add, one.prefixes._keys
+    known, keys_of = {}, one.prefixes.keys
 
-    def note(tokens: list[int], kind: tuple[bool, bool], pages: list[int]) -> int | None:
-        known[list(keys([*tokens, 0], kind))[-1]] = list(tokens), kind
-        return add(tokens, kind, pages)
+    def note(tokens: list[int], kind: tuple[bool, bool]) -> list[bytes]:
+        keys = keys_of(tokens, kind)
+        known.update({key: (list(tokens[: (i + 1) * PAGE]), kind) for i, key in enumerate(keys)})
+        return keys
 
-    one.prefixes.add = note  # type: ignore[method-assign, assignment]
+    one.prefixes.keys = note  # type: ignore[method-assign, assignment]
     asks: dict[Request, Ask] = {}
     texts: dict[Request, list[int]] = {}
     open_, cached, step = [], 0, 0

@@ -18,13 +18,13 @@ from dflash_jax.tokenizer import Tokenizer
 from tests.models import random_drafter, random_mtp, random_target
 from tests.scheduling import text
 
-SLOTS = 6
+SLOTS = 5
 AR = SamplingParams(max_new_tokens=20, method="ar", ignore_eos=True)
 CHAIN = dataclasses.replace(AR, method="dflash")
 TREE = dataclasses.replace(AR, method="ddtree", tree_budget=7)
 ADAPTIVE = dataclasses.replace(TREE, tree_budget="auto")
 MTP = dataclasses.replace(AR, method="mtp")
-SAMPLED = dataclasses.replace(TREE, temperature=0.9, seed=5, top_p=0.9, presence_penalty=0.8, logit_bias=((7, 2.0),))
+SAMPLED = dataclasses.replace(CHAIN, temperature=0.9, seed=5, top_p=0.9, presence_penalty=0.8, logit_bias=((7, 2.0),))
 
 
 @functools.cache
@@ -68,9 +68,9 @@ def test_widths():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ways", [(AR, CHAIN, SAMPLED), (AR, ADAPTIVE), (AR, MTP)], ids=["methods", "auto", "mtp"])
+@pytest.mark.parametrize("ways", [(CHAIN, SAMPLED), (ADAPTIVE,), (MTP,)], ids=["sampled", "auto", "mtp"])
 def test_requests_that_come_and_go_get_what_they_get_alone(ways, widths):
-    """Up to six at once, in slots that become free in any order, some cancelled, some preempted."""
+    """Up to all slots at once, in slots that become free in any order, some cancelled, some preempted."""
     rng = random.Random(7)
     one = scheduler(pages=24, lazy=True)
     asked: dict[Request, tuple[int, SamplingParams]] = {}
@@ -79,7 +79,7 @@ def test_requests_that_come_and_go_get_what_they_get_alone(ways, widths):
     while len(asked) < 24 or one.busy:
         if len(asked) < 24 and (rng.random() < 0.3 or not one.busy):
             way = rng.choice(ways)
-            for _ in range(rng.choice((1, 1, 1, 6))):
+            for _ in range(rng.choice((1, 1, 1, SLOTS))):
                 params = dataclasses.replace(way, max_new_tokens=rng.choice((1, 30)))
                 ask = rng.choice((3, 40)), params
                 request = engine().request(text(ask[0]), ask[1])
@@ -91,7 +91,7 @@ def test_requests_that_come_and_go_get_what_they_get_alone(ways, widths):
         one.check()
         step += 1
         assert step < 1000
-    assert len(done) >= 20 and {1, 4, 6} <= set(widths)
+    assert len(done) >= 20 and {1, 4, SLOTS} <= set(widths)
     for request, ids in done.items():
         assert ids == alone(*asked[request])
     one.close()
@@ -126,7 +126,7 @@ def test_the_other_slots_stay_as_they_are():
     before = jax.device_get(state)
     spec = one._full_spec(requests[1].spec)
     own = np.arange(SLOTS) == 1
-    result = engine().programs.decode(state, None, spec, one._buffer(spec), own, [1, 0, 5, 2])
+    result = engine().programs.decode(state, None, spec, one._buffer(spec), own, [1, 0, 4, 2])
     assert result is not None
     after, (output, histogram) = jax.device_get(result)
     assert output.count.shape == (4,) and histogram.shape[0] == 4
