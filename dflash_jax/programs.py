@@ -4,8 +4,11 @@ Programs are compiled ahead of the call that needs them and kept by their static
 compiles and compile time is never mistaken for decoding time.
 """
 
+import concurrent.futures
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +91,9 @@ class Programs:
         self._choices: dict[Any, dispatch.Choices] = {}
         self.compile_seconds = 0.0
         self.on_compile: Callable[[str], None] = lambda name: None
+        # Of programs that are compiled side by side: guards what to say of all of them, which is said once.
+        self._lock = threading.Lock()
+        self._together: str | None = None
 
     def _models(self, weights: list[Any], spec: RoundSpec) -> tuple[Target, Drafter | MTP | None]:
         """Target and what drafts in this round, of the lists that `_weights` gives."""
@@ -117,14 +123,14 @@ class Programs:
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         key = (name, key, shapes, structure)
         if key not in self.compiled:
-            self.on_compile(name)
+            self._announce(name)
             start = time.perf_counter()
             options = _options(rows, self._config.hidden_size)
             mesh = None if self._mesh is None else str(self._mesh.shape)
             kept = executables.entry(self._devices, arguments, (key[:2], options, mesh), self._outline)
             if kept is not None and (found := kept.load(arguments)) is not None:
                 self.compiled[key], self._choices[key] = found
-                self.compile_seconds += time.perf_counter() - start
+                self._took(start)
                 return self.compiled[key]
             specs = [state_specs(x) if isinstance(x, DecodeState) else REPLICATED for x in arguments]
             if weights is not None:
@@ -136,8 +142,46 @@ class Programs:
             self._choices[key] = choices
             if kept is not None and new:
                 kept.save(self.compiled[key], choices)
-            self.compile_seconds += time.perf_counter() - start
+            self._took(start)
         return self.compiled[key]
+
+    def _announce(self, name: str) -> None:
+        with self._lock:
+            if self._together is None:
+                self.on_compile(name)
+            elif self._together:
+                self.on_compile(self._together)
+                self._together = ""
+
+    def _took(self, start: float) -> None:
+        if self._together is None:
+            self.compile_seconds += time.perf_counter() - start
+
+    def together(self, jobs: Sequence[Callable[[], object]]) -> None:
+        """Makes calls with `compile_only` side by side, on as many threads as there are processors.
+
+        Tracing is Python's, one at a time, but most of the time XLA compiles, which holds nobody up. `compile_seconds`
+        counts the time of all of them once. Of several processes each makes one call after the other, in this order:
+        where XLA tries out what is fastest, they tell each other.
+        """
+        if jax.process_count() > 1:
+            for job in jobs:
+                job()
+            return
+        start, known, device = time.perf_counter(), len(self.compiled), jax.config.jax_default_device
+
+        def run(job: Callable[[], object]) -> None:
+            with jax.default_device(device):  # of the calling thread
+                job()
+
+        self._together = "programs"
+        try:
+            with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                list(pool.map(run, jobs))
+        finally:
+            self._together = None
+            if len(self.compiled) > known:
+                self._took(start)
 
     def init(
         self,

@@ -8,6 +8,7 @@ while the host looks at tokens.
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,16 +40,14 @@ SHORTEST_TIMED = 4
 
 
 def widths_of(slots: int) -> tuple[int, ...]:
-    """Slots that a round may hold, ascending: 1, 4, 16 and so on, and all.
+    """Slots that a round may hold, ascending: 1, 4, 16 and so on up to less than half of them, and all.
 
-    A round costs at most what one of four times its requests does.
+    Few, because each is as many programs as there are ways to decode.
     """
-    widths = {slots}
-    width = 1
-    while width < slots:
-        widths.add(width)
-        width *= 4
-    return tuple(sorted(widths))
+    widths = [1]
+    while 2 * widths[-1] < slots:
+        widths.append(4 * widths[-1])
+    return (*widths[:-1], slots)
 
 
 class Scheduler:
@@ -403,14 +402,22 @@ class Scheduler:
         assert self._state is not None
         spec = self._full_spec(draft)
         padding = [0] * self.engine.prefill_chunk
-        programs.prefill(self._state, 0, padding, 1, True, prefill_spec(spec), compile_only=True)
+        jobs = [
+            functools.partial(
+                programs.prefill, self._state, 0, padding, 1, True, prefill_spec(spec), compile_only=True
+            )
+        ]
         rounds = rounds_of(spec)
         limit = None if self._single else 1
         for width in self._widths:
-            for one in rounds:
-                programs.decode(
-                    self._state, limit, one, self._buffer(spec), slots=self._places(range(width)), compile_only=True
+            places = self._places(range(width))
+            jobs += [
+                functools.partial(
+                    programs.decode, self._state, limit, one, self._buffer(spec), slots=places, compile_only=True
                 )
+                for one in rounds
+            ]
+        programs.together(jobs)
         if draft.buckets and key not in controllers:
             start = time.perf_counter()
             if self.prefixes is not None:

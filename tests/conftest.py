@@ -58,8 +58,9 @@ import jax  # noqa: E402 - reads the variables above
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     # Not by a variable: programs started by a test see the machine as a user's would.
     jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
-if os.environ["JAX_PLATFORMS"] == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-    # Neither this: most of a first run is LLVM's, of programs that run for milliseconds. XLA's own passes stay.
+# Most of a first run is LLVM's, for programs that run for milliseconds. XLA's own passes stay.
+COMPILES_QUICKLY = os.environ["JAX_PLATFORMS"] == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
+if COMPILES_QUICKLY:
     jax.config.update("jax_disable_most_optimizations", True)
 
 # Examples take as long as compilation does, so no deadline. In CI the examples are the same in every run.
@@ -87,6 +88,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"(JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}; a GPU run sets cuda,cpu)"
             )
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module")
+def optimised() -> Iterator[None]:
+    """For a file whose programs run for longer than compiling them well takes."""
+    if COMPILES_QUICKLY:
+        jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    if COMPILES_QUICKLY:
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -25,6 +25,8 @@ from dflash_jax.target import TargetOutput
 from dflash_jax.tree import BestFirst, Tree, chain_tree
 from tests.oracles import next_token_law
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 WORDS, LENGTH, DRAWS = 8, 4, 100_000
 PROMPT, ANCHOR = [6, 1], 3
 EVERYTHING = SamplingNeeds(filters=True, penalties=True, bias=True)
