@@ -313,7 +313,7 @@ def measure_curve(
     page_size: int,
     *,
     loop: bool = True,
-    width: int | None = None,
+    places: Sequence[int] | None = None,
 ) -> tuple[DecodeState, LatencyCurve]:
     """Times a round of each spec, with every slot of it active at half of its capacity.
 
@@ -325,7 +325,7 @@ def measure_curve(
       page_size: tokens a page.
       loop: whether the programs repeat rounds; else bursts are rounds handed over one by one, whose start is hidden
         behind the round before and counts as nothing.
-      width: slots a round, if not all of the state.
+      places: slots that a round holds, see `Programs.decode`; None for all of the state.
 
     Returns:
       The state, and the curve: medians of three runs each, of one round and of several, whose difference is that of the
@@ -355,7 +355,7 @@ def measure_curve(
         begun = time.perf_counter()
         output = None
         for limit in [rounds] if loop else [None] * rounds:
-            result = programs.decode(state, limit, spec, buffer, slots=None if width is None else range(width))
+            result = programs.decode(state, limit, spec, buffer, slots=places)
             assert result is not None
             state, output = result
         jax.device_get(jax.block_until_ready((state, output))[1])

@@ -426,7 +426,7 @@ class Scheduler:
             for width in self._widths:
                 self._state, curves[width] = measure_curve(
                     programs, self._state, rounds, self._buffer(spec), self.engine.page_size,
-                    loop=not self._single, width=None if width == self.slots else width,
+                    loop=not self._single, places=self._places(range(width)),
                 )  # fmt: skip
             controllers[key] = BudgetController(curves)
             programs.compile_seconds += time.perf_counter() - start
