@@ -27,7 +27,7 @@ _LENGTHS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)
 
 
 class _Held(Collector):
-    """What the scheduler held after its last step, read when it is asked for."""
+    """See `worker.Stats`; read when it is asked for."""
 
     def __init__(self, worker: Worker, model: str):
         self._worker, self._model = worker, model

@@ -31,7 +31,7 @@ class Lost(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What the scheduler held after its last step."""
+    """What the scheduler held after its last step, and who waits for a slot now."""
 
     slots: int
     running: int
@@ -76,7 +76,7 @@ class Worker:
 
     Attributes:
       engine: whose models decode.
-      stats: of the last step.
+      stats: of the last step; requests that came since then wait.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Worker:
         self.engine, self._on_lost, self._pages, self._prefix_bytes = engine, on_lost, pages, prefix_bytes
         self._narrow = narrow
         self._scheduler = self._new_scheduler()
-        self.stats = Stats.of(self._scheduler)
+        self._stats = Stats.of(self._scheduler)
         self._limit = self._scheduler.slots + max_queue
         self._changed = threading.Condition()
         # Guarded by it: requests that have not ended, what the thread is to do with them, and whether more may come.
@@ -113,6 +113,13 @@ class Worker:
         self._begun = 0.0  # the step in hand; 0 between steps
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def stats(self) -> Stats:
+        """See `Stats`. A request is in here until its end has reached the scheduler."""
+        with self._changed:
+            stats, held = self._stats, len(self._open)
+        return dataclasses.replace(stats, waiting=max(held - stats.running, 0))
 
     @property
     def step_seconds(self) -> float:
@@ -198,7 +205,7 @@ class Worker:
                 log.exception("the engine failed; its requests end")
                 self._fail(error)
             self._begun = 0.0
-            self.stats = Stats.of(self._scheduler)
+            self._stats = Stats.of(self._scheduler)
         self._scheduler.close()
 
     def _submit(self, ticket: Ticket) -> None:
@@ -208,9 +215,11 @@ class Worker:
             self._deliver(ticket.request, error, ended=True)
 
     def _cancel(self, ticket: Ticket) -> None:
-        with self._changed:
-            self._open.pop(ticket.request, None)
-        self._scheduler.cancel(ticket.request)
+        try:
+            self._scheduler.cancel(ticket.request)
+        finally:
+            with self._changed:
+                self._open.pop(ticket.request, None)
 
     def _deliver(self, request: Request, item: Chunk | Exception, ended: bool) -> None:
         with self._changed:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Chunk, Engine, SamplingParams, UserError
+from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.scheduler import Scheduler
 from dflash_jax.tokenizer import Tokenizer
@@ -85,6 +87,29 @@ def test_callers_get_what_they_get_alone(worker: Worker, expected: dict[int, lis
         slots=2, running=0, waiting=0, pages=16, pages_free=16, page_size=64, preemptions=0,
         prefix_hits=0, prefix_misses=0, prefixes=0,
     )  # fmt: skip
+
+
+def test_a_request_is_counted_from_its_taking_to_its_end(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the numbers to fall to 0 must not be early: a first step may compile for minutes."""
+    stepping, go_on, step = threading.Event(), threading.Event(), Scheduler.step
+
+    def slow(scheduler: Scheduler) -> list[tuple[Request, Chunk]]:
+        stepping.set()
+        assert go_on.wait(60)
+        return step(scheduler)
+
+    monkeypatch.setattr(Scheduler, "step", slow)
+    still, cancel = [], Scheduler.cancel
+    monkeypatch.setattr(
+        Scheduler, "cancel", lambda scheduler, request: still.append(worker.stats) or cancel(scheduler, request)
+    )
+    caller = Caller(worker, 3, LONG)
+    assert stepping.wait(60) and (worker.stats.running, worker.stats.waiting) == (0, 1)
+    worker.cancel(caller.ticket)
+    assert worker.stats.waiting == 1
+    go_on.set()
+    wait_for(lambda: at_rest(worker))
+    assert [(stats.running, stats.waiting) for stats in still] == [(1, 0)]
 
 
 def test_a_full_line_is_said_at_once(worker: Worker, expected: dict[int, list[int]]) -> None:
