@@ -154,7 +154,6 @@ class BudgetController:
 
     def __init__(self, curve: LatencyCurve | Mapping[int, LatencyCurve]):
         """A controller of rounds of one width, or, of several, with a curve for each (slots a round -> curve)."""
-        self._one = isinstance(curve, LatencyCurve)
         self._curves = {0: curve} if isinstance(curve, LatencyCurve) else dict(curve)
         self._width = next(iter(self._curves))
         self._load = 1.0  # by how much all rounds are slower now than the curve says
@@ -179,7 +178,7 @@ class BudgetController:
 
     def use(self, width: int) -> None:
         """From now on everything is about rounds of so many slots; of one that has one curve it always is."""
-        if not self._one:
+        if len(self._curves) > 1:
             self._width = width
 
     def expected_tokens(self) -> np.ndarray:

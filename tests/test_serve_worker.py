@@ -100,16 +100,19 @@ def test_a_request_is_counted_from_its_taking_to_its_end(worker: Worker, monkeyp
 
     monkeypatch.setattr(Scheduler, "step", slow)
     still, cancel = [], Scheduler.cancel
-    monkeypatch.setattr(
-        Scheduler, "cancel", lambda scheduler, request: still.append(worker.stats) or cancel(scheduler, request)
-    )
+
+    def note(scheduler: Scheduler, request: Request) -> None:
+        still.append((worker.stats.running, worker.stats.waiting, len(worker._open)))
+        cancel(scheduler, request)
+
+    monkeypatch.setattr(Scheduler, "cancel", note)
     caller = Caller(worker, 3, LONG)
     assert stepping.wait(60) and (worker.stats.running, worker.stats.waiting) == (0, 1)
     worker.cancel(caller.ticket)
     assert worker.stats.waiting == 1
     go_on.set()
     wait_for(lambda: at_rest(worker))
-    assert [(stats.running, stats.waiting) for stats in still] == [(1, 0)]
+    assert still == [(1, 0, 1)]
 
 
 def test_a_full_line_is_said_at_once(worker: Worker, expected: dict[int, list[int]]) -> None:
