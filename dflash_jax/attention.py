@@ -1,13 +1,15 @@
 """Grouped-query attention, with or without q/k norms and biases, optionally gated: the target's and the drafter's."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.layers import Linear, RMSNorm, apply_rope, project
+from dflash_jax.layers import Linear, Normed, RMSNorm, project_joined
+from pallas_kernels.attention_front import attention_front
+from pallas_kernels.attention_front.reference import paged_kv, rotated_queries
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.tree_attention import tree_attention
 
@@ -52,34 +54,45 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(head_dim, eps=eps, zero_centered=zero_centered, dtype=dtype)
             self.k_norm = RMSNorm(head_dim, eps=eps, zero_centered=zero_centered, dtype=dtype)
 
+    def _front(self) -> dict[str, Any]:
+        """What is static of the way from projections to attention."""
+        eps, centered = (self.q_norm.eps, self.q_norm.zero_centered) if self.qk_norm else (0.0, False)
+        return {"head_dim": self.head_dim, "eps": eps, "zero_centered": centered}
+
+    def _gain(self, name: str) -> Float[Array, " d"] | None:
+        return getattr(self, name).weight[...] if self.qk_norm else None
+
+    def _gate(self, q: Float[Array, "B N P"]) -> Float[Array, "B N H d"] | None:
+        return q.reshape(*q.shape[:2], self.heads, -1)[..., self.head_dim :] if self.gated else None
+
     def project_q(
         self, x: Float[Array, "B N D"], cos: Float[Array, "B N h"], sin: Float[Array, "B N h"]
     ) -> tuple[Float[Array, "B N H d"], Float[Array, "B N H d"] | None]:
         """Queries, normed where the model norms them and rotated; the output gate's logits where there is one."""
-        q = self.q_proj(x).reshape(*x.shape[:2], self.heads, -1)
-        q, gate = (q[..., : self.head_dim], q[..., self.head_dim :]) if self.gated else (q, None)
-        return apply_rope(self.q_norm(q) if self.qk_norm else q, cos, sin), gate
+        q = self.q_proj(x)
+        return rotated_queries(q, self._gain("q_norm"), cos, sin, gated=self.gated, **self._front()), self._gate(q)
 
     def project_kv(
         self, x: Float[Array, "B N D"], cos: Float[Array, "B N h"], sin: Float[Array, "B N h"]
     ) -> Float[Array, "B N 2 K d"]:
         """Keys as queries are made (index 0) beside plain values (index 1), as the pages hold them."""
-        shape = (*x.shape[:2], self.kv_heads, self.head_dim)
-        k, v = project(self, "kv_proj", x)
-        k = k.reshape(shape)
-        return jnp.stack([apply_rope(self.k_norm(k) if self.qk_norm else k, cos, sin), v.reshape(shape)], axis=2)
+        kv = project_joined(self, "kv_proj", x)
+        return paged_kv(kv, self._gain("k_norm"), cos, sin, **self._front())
 
     def output(
-        self, attended: Float[Array, "B N H d"], gate: Float[Array, "B N H d"] | None
+        self,
+        attended: Float[Array, "B N H d"],
+        gate: Float[Array, "B N H d"] | None,
+        implementation: Implementation = "xla",
     ) -> Float[Array, "B N D"]:
         """Gates the heads and projects them back."""
         if gate is not None:
             attended = attended * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(attended.dtype)
-        return self.o_proj(attended.reshape(*attended.shape[:2], -1))
+        return self.o_proj(attended.reshape(*attended.shape[:2], -1), implementation)
 
     def __call__(
         self,
-        x: Float[Array, "B N D"],
+        x: Float[Array, "B N D"] | Normed,
         cos: Float[Array, "B N h"],
         sin: Float[Array, "B N h"],
         mask: Bool[Array, "B N N"] | None,
@@ -93,8 +106,11 @@ class Attention(nnx.Module):
         implementation: Implementation = "auto",
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N 2 K d"]]:
         """Attends over the paged context and the rows; returns the mixed rows and their own keys and values."""
-        q, gate = self.project_q(x, cos, sin)
-        kv = self.project_kv(x, cos, sin)
+        projected = self.q_proj(x, implementation)
+        q, kv = attention_front(
+            projected, project_joined(self, "kv_proj", x, implementation), self._gain("q_norm"), self._gain("k_norm"),
+            cos, sin, gated=self.gated, implementation=implementation, **self._front(),
+        )  # fmt: skip
         out = tree_attention(
             q,
             kv,
@@ -108,4 +124,4 @@ class Attention(nnx.Module):
             positions=positions,
             implementation=implementation,
         )
-        return self.output(out, gate), kv
+        return self.output(out, self._gate(projected), implementation), kv

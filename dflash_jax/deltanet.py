@@ -13,7 +13,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.layers import Linear, project_joined
+from dflash_jax.layers import Linear, Normed, project_joined
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gdn_mixer import gated_norm, gdn_front
 from pallas_kernels.gdn_mixer.reference import convolve, l2norm
@@ -115,7 +115,7 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B N D"],
+        x: Float[Array, "B N D"] | Normed,
         valid: Bool[Array, "B N"],
         ancestors: Bool[Array, "B N N"] | None,
         conv_taps: Int[Array, "B N W"] | None,
@@ -138,10 +138,11 @@ class GatedDeltaNet(nnx.Module):
           layer: see `state`.
           precise: see `chunk_delta_rule`.
         """
-        batch, rows = x.shape[:2]
-        # Before the projections, so that padding reaches neither the convolution nor the state.
-        x = jnp.where(valid[..., None], x, 0)
-        projected = project_joined(self, "in_proj", x)
+        batch, rows = valid.shape
+        projected = project_joined(self, "in_proj", x, implementation)
+        if ancestors is None:
+            # Padding reaches neither the convolution nor the state. Of a tree's padding no row is a descendant.
+            projected = jnp.where(valid[..., None], projected, 0)
         channels = self.conv1d.weight.shape[0]
         q, k, v, strength, decay = gdn_front(
             projected, window, conv_taps, self.conv1d.weight[...], self.A_log[...], self.dt_bias[...], valid,
@@ -161,4 +162,4 @@ class GatedDeltaNet(nnx.Module):
             )
             update = dataclasses.replace(update, keys=k, innovations=fresh, path_decay=total)
         mixed = self.norm(out, projected, start=channels, implementation=implementation).reshape(batch, rows, -1)
-        return self.out_proj(mixed), update
+        return self.out_proj(mixed, implementation), update

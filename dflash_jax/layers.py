@@ -19,6 +19,7 @@ from dflash_jax.sharding import ROWS, Vocabulary, psum, shard_program
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.add_norm.reference import rms_norm
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.linear import joins_norm, linear, norm_linear
 
 # fp32 is asked for to get fp32: without this a GPU would silently round fp32 operands to TF32.
 FP32 = jax.lax.Precision.HIGHEST
@@ -29,20 +30,15 @@ def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     return FP32 if dtype == jnp.float32 else None
 
 
-def _product(
-    x: Float[Array, "... i"], weight: Float[Array, "o i"], dtype: jax.typing.DTypeLike
-) -> Float[Array, "... o"]:
-    """x Wᵀ in `dtype`; sums are fp32 inside (a bf16 result asks for no copy in fp32 on the way)."""
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(
-        x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=dtype
-    )
-
-
 def _plus_bias(module: nnx.Module, y: Float[Array, "... o"]) -> Float[Array, "... o"]:
     """y plus the module's `bias`, where it has one."""
     bias: nnx.Param | None = getattr(module, "bias", None)
     return y if bias is None else y + bias[...]
+
+
+def _bias(module: nnx.Module) -> Float[Array, " o"] | None:
+    bias: nnx.Param | None = getattr(module, "bias", None)
+    return None if bias is None else bias[...]
 
 
 class Linear(nnx.Module):
@@ -68,10 +64,14 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((out_features,), dtype))
         self.shards = shards
 
-    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        """Applies the map to the last axis, in x's dtype."""
+    def __call__(
+        self, x: "Float[Array, '... i'] | Normed", implementation: Implementation = "xla"
+    ) -> Float[Array, "... o"]:
+        """Applies the map to the last axis, in x's dtype. XLA unless asked: kernels have no gradient for training."""
+        if self.shards == 1:
+            return _times(x, self.weight[...], _bias(self), implementation)
         # Rounded before the sum: in bf16 half the bytes travel.
-        return _plus_bias(self, psum(_product(x, self.weight[...], x.dtype), self.shards))
+        return _plus_bias(self, psum(_times(x, self.weight[...], None, implementation), self.shards))
 
 
 class Joined(nnx.Module):
@@ -83,9 +83,11 @@ class Joined(nnx.Module):
             self.bias = nnx.Param(bias)
         self.widths = widths
 
-    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        """The maps' outputs side by side, in x's dtype."""
-        return _plus_bias(self, _product(x, self.weight[...], x.dtype))
+    def __call__(
+        self, x: "Float[Array, '... i'] | Normed", implementation: Implementation = "xla", swiglu: bool = False
+    ) -> Float[Array, "... o"]:
+        """The maps' outputs side by side, in x's dtype, or of two maps silu(first) · second."""
+        return _times(x, self.weight[...], _bias(self), implementation, swiglu)
 
     def split(self, out: Float[Array, "... o"]) -> list[Float[Array, "... _"]]:
         """The output of each map."""
@@ -114,6 +116,65 @@ class RMSNorm(nnx.Module):
         )  # fmt: skip
 
 
+class Normed:
+    """x + update and its norm, for the maps that read it: computed at once, or within their products where that pays.
+
+    Attributes:
+      total: the sum. With the norm inside of products it is there once one of them has been asked for.
+    """
+
+    def __init__(
+        self,
+        norm: RMSNorm,
+        x: Float[Array, "... d"],
+        update: Float[Array, "... d"] | None,
+        implementation: Implementation,
+    ):
+        """An update of None adds nothing."""
+        self._norm, self._implementation = norm, implementation
+        self._x, self._update = x, update
+        self._normed: Float[Array, "... d"] | None = None
+        self.total = x
+        if not joins_norm(x, implementation):
+            self.normed()
+
+    def normed(self) -> Float[Array, "... d"]:
+        """The norm by itself."""
+        if self._normed is None:
+            if self._update is None:
+                self._normed = self._norm(self._x)
+            else:
+                self.total, self._normed = self._norm.add(self._x, self._update, self._implementation)
+        return self._normed
+
+    def times(
+        self, weight: Float[Array, "o d"], bias: Float[Array, " o"] | None, swiglu: bool = False
+    ) -> Float[Array, "... O"]:
+        """The norm times Wᵀ, see `pallas_kernels.linear`."""
+        if self._normed is not None:
+            return linear(self._normed, weight, bias, swiglu=swiglu, implementation=self._implementation)
+        norm = self._norm
+        self.total, y = norm_linear(
+            self._x, self._update, norm.weight[...], weight, bias, eps=norm.eps, zero_centered=norm.zero_centered,
+            swiglu=swiglu, implementation=self._implementation,
+        )  # fmt: skip
+        self._x, self._update = self.total, None
+        return y
+
+
+def _times(
+    x: Float[Array, "... i"] | Normed,
+    weight: Float[Array, "o i"],
+    bias: Float[Array, " o"] | None,
+    implementation: Implementation,
+    swiglu: bool = False,
+) -> Float[Array, "... O"]:
+    """x Wᵀ + b; a `Normed` knows its implementation."""
+    if isinstance(x, Normed):
+        return x.times(weight, bias, swiglu)
+    return linear(x, weight, bias, swiglu=swiglu, implementation=implementation)
+
+
 class SwiGLU(nnx.Module):
     """W_down (silu(W_gate x) · W_up x)."""
 
@@ -137,10 +198,15 @@ class SwiGLU(nnx.Module):
             width, hidden, dtype=dtype, rngs=rngs, std=down_std, shards=shards, bias=bias
         )
 
-    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    def __call__(
+        self, x: Float[Array, "... d"] | Normed, implementation: Implementation = "xla"
+    ) -> Float[Array, "... d"]:
         """Mixes the last axis."""
-        gate, up = project(self, "gate_up_proj", x)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        joined: Joined | None = getattr(self, "gate_up_proj", None)
+        if joined is not None:
+            return self.down_proj(joined(x, implementation, swiglu=True), implementation)
+        gate, up = project(self, "gate_up_proj", x, implementation)
+        return self.down_proj(jax.nn.silu(gate) * up, implementation)
 
 
 def join(module: nnx.Module, mesh: Mesh | None = None) -> None:
@@ -163,18 +229,24 @@ def join(module: nnx.Module, mesh: Mesh | None = None) -> None:
                 delattr(part, one)
 
 
-def project(module: nnx.Module, name: str, x: Float[Array, "... i"]) -> list[Float[Array, "... _"]]:
+def project(
+    module: nnx.Module, name: str, x: Float[Array, "... i"] | Normed, implementation: Implementation = "xla"
+) -> list[Float[Array, "... _"]]:
     """The maps that `module.JOINED[name]` lists, applied to x: one product if they were joined, else one each."""
     joined = getattr(module, name, None)
     if joined is not None:
-        return joined.split(joined(x))
-    return [getattr(module, part)(x) for part in type(module).JOINED[name]]  # type: ignore[attr-defined]
+        return joined.split(joined(x, implementation))
+    return [getattr(module, part)(x, implementation) for part in type(module).JOINED[name]]  # type: ignore[attr-defined]
 
 
-def project_joined(module: nnx.Module, name: str, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+def project_joined(
+    module: nnx.Module, name: str, x: Float[Array, "... i"] | Normed, implementation: Implementation = "xla"
+) -> Float[Array, "... o"]:
     """The same, side by side in one array."""
     joined = getattr(module, name, None)
-    return joined(x) if joined is not None else jnp.concatenate(project(module, name, x), axis=-1)
+    if joined is not None:
+        return joined(x, implementation)
+    return jnp.concatenate(project(module, name, x, implementation), axis=-1)
 
 
 class Embedding(nnx.Module):
@@ -198,9 +270,11 @@ class Embedding(nnx.Module):
         return psum(jnp.where(here[..., None], table.at[own].get(mode="clip"), 0), self.shards)
 
 
-def head_logits(weight: Float[Array, "V D"], hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+def head_logits(
+    weight: Float[Array, "V D"], hidden: Float[Array, "... D"], implementation: Implementation = "xla"
+) -> Float[Array, "... V"]:
     """fp32 logits of (already normalised) hidden states."""
-    return _product(hidden, weight, jnp.float32)
+    return linear(hidden, weight, dtype=jnp.float32, implementation=implementation)
 
 
 def rope_frequencies(config: RopeConfig) -> tuple[Float[Array, " half"], float]:
@@ -260,18 +334,3 @@ def rope_tables(
     inverse, scale = rope_frequencies(config)
     angles = positions[..., None].astype(jnp.float32) * inverse
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
-
-
-def apply_rope(
-    x: Float[Array, "B N H d"], cos: Float[Array, "B N half"], sin: Float[Array, "B N half"]
-) -> Float[Array, "B N H d"]:
-    """Rotates the leading 2·half dims of every head (pairs i and i + half); the rest passes through."""
-    half = cos.shape[-1]
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(
-        x.dtype
-    )
-    if 2 * half == x.shape[-1]:
-        return rotated
-    return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)

@@ -13,8 +13,9 @@ from flax import nnx, struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.layers import FP32, Linear, SwiGLU, matmul_precision
+from dflash_jax.layers import FP32, Linear, Normed, SwiGLU, matmul_precision
 from dflash_jax.sharding import psum
+from pallas_kernels.dispatch import Implementation
 
 
 class Experts(nnx.Module):
@@ -124,12 +125,16 @@ class SparseMoE(nnx.Module):
         best, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
         return chosen, best / jnp.sum(best, axis=-1, keepdims=True)
 
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def __call__(
+        self, x: Float[Array, "... D"] | Normed, implementation: Implementation = "xla"
+    ) -> Float[Array, "... D"]:
         """Mixes the last axis."""
+        if isinstance(x, Normed):  # the router and the experts read it as it is
+            x = x.normed()
         rows = x.reshape(-1, x.shape[-1])
         chosen, weights = self.route(rows)
         # As transformers: weights in the activations' dtype.
         weights = weights.astype(x.dtype).astype(jnp.float32)
         routed = psum(self.experts(rows, chosen, weights), self.shards)
         share = jax.nn.sigmoid(self.shared_expert_gate(rows).astype(jnp.float32)).astype(x.dtype)
-        return (routed + share * self.shared_expert(rows)).reshape(x.shape)
+        return (routed + share * self.shared_expert(rows, implementation)).reshape(x.shape)

@@ -223,7 +223,7 @@ def draft(
         block = target.embed(jnp.concatenate([state.anchor[:, None], masks], axis=1))
         tables = state.block_tables[:, : spec.context_pages]
         hidden = drafter(block, draft_kv, tables, state.lengths, implementation=spec.implementation)
-        return draft_kv, target.logits(hidden[:, 1:])
+        return draft_kv, target.logits(hidden[:, 1:], spec.implementation)
 
 
 def verify(
@@ -349,14 +349,16 @@ def speculative_round(
                 tree, draft_scores = sampled_chain(state.anchor, log_probs, state.lengths, state.sampling)
             else:
                 depths, k = candidates_needed(length, target.config.vocab_size, spec.budget, spec.policy)
-                values, tokens = top_candidates(logits[:, :depths], k, target.vocabulary)
-                tree = grow_tree(state.anchor, values, tokens, spec.budget, spec.policy, length)
+                values, tokens = top_candidates(logits[:, :depths], k, target.vocabulary, spec.implementation)
+                tree = grow_tree(
+                    state.anchor, values, tokens, spec.budget, spec.policy, length, spec.implementation
+                )
         taps = drafter.config.target_layer_ids
     with jax.named_scope("verify"):
         output = verify(target, state, tree, taps, spec)
         if spec.mtp:
             output = dataclasses.replace(output, taps=output.hidden)
-        logits = target.logits(output.hidden)
+        logits = target.logits(output.hidden, spec.implementation)
     with jax.named_scope("rule"):
         chosen = spec.rule(logits, tree, state.lengths, state.sampling, draft_scores, target.vocabulary)
     with jax.named_scope("walk"):
@@ -513,7 +515,7 @@ def prefill(
             draft_kv = write_pages(cache.draft_kv, fresh, tables, rows.positions, valid)
             cache = dataclasses.replace(cache, draft_kv=draft_kv)
     final = jnp.take_along_axis(output.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-    logits = target.logits(final)
+    logits = target.logits(final, spec.implementation)
     sampling = count_prompt(state.sampling, slots, tokens, valid)
     own = jax.tree.map(lambda leaf: leaf[slots], sampling)
     root = root_only_tree(tokens[:, 0])

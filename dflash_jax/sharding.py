@@ -186,12 +186,24 @@ class Vocabulary:
         peak = self.max(logits)
         return peak + jnp.log(self.sum(jnp.exp(logits - peak[..., None])))
 
+    def merge_log_normaliser(self, own: Float[Array, "..."]) -> Float[Array, "..."]:
+        """`log_normaliser` of all devices' tokens from that of each one's."""
+        return own if self.shards == 1 else self.log_normaliser(own[..., None])
+
     def top_k(self, x: Float[Array, "... v"], k: int) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
         """The k largest entries, best first, and their tokens; equal ones in the order of their ids."""
+        if k == 1 and self.shards == 1:
+            return jnp.max(x, axis=-1, keepdims=True), self.argmax(x)[..., None]
         values, tokens = top_k_in_two_stages(x, min(k, x.shape[-1]))
+        return self.merge_top_k(values, tokens, x.shape[-1], k)
+
+    def merge_top_k(
+        self, values: Float[Array, "... c"], tokens: Int[Array, "... c"], width: int, k: int
+    ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
+        """`top_k` of all devices' tokens from that of each one's `width`."""
         if self.shards == 1:
             return values, tokens
-        tokens = tokens + self.start(x.shape[-1])
+        tokens = tokens + self.start(width)
         pairs = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), tokens])
         bits, tokens = jax.lax.all_gather(pairs, AXIS, axis=pairs.ndim - 1, tiled=True)
         values, place = jax.lax.top_k(jax.lax.bitcast_convert_type(bits, jnp.float32), k)

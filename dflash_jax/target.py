@@ -9,7 +9,7 @@ from dflash_jax.attention import Attention
 from dflash_jax.cache import Context, RowUpdates
 from dflash_jax.config import LINEAR, TargetConfig
 from dflash_jax.deltanet import DeltaNetUpdate, GatedDeltaNet
-from dflash_jax.layers import Embedding, Linear, RMSNorm, SwiGLU, head_logits, rope_tables
+from dflash_jax.layers import Embedding, Linear, Normed, RMSNorm, SwiGLU, head_logits, rope_tables
 from dflash_jax.moe import SparseMoE
 from dflash_jax.sharding import Vocabulary
 from pallas_kernels.dispatch import Implementation
@@ -137,10 +137,12 @@ class Target(nnx.Module):
         """Token embeddings; the drafter shares them."""
         return self.embed_tokens(tokens)
 
-    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    def logits(
+        self, hidden: Float[Array, "... D"], implementation: Implementation = "xla"
+    ) -> Float[Array, "... V"]:
         """fp32 logits of normed hidden states, on this device's slice of the vocabulary; the drafter shares them."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return head_logits(head.weight[...], hidden)
+        return head_logits(head.weight[...], hidden, implementation)
 
     def empty_context(self, batch: int) -> Context:
         """The context of sequences that start now (training, scoring)."""
@@ -179,16 +181,16 @@ class Target(nnx.Module):
         config = self.config
         cos, sin = rope_tables(config.rope, rows.positions)
         x = self.embed(rows.tokens)
-        tapped: list[Array] = []
+        tapped: list[Normed] = []
         kv: list[Array] = []
         linear: list[DeltaNetUpdate] = []
-        normed = self.layers[0].input_layernorm(x)
+        source = Normed(self.layers[0].input_layernorm, x, None, implementation)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(config.layer_types[index]):
                 if config.layer_types[index] == LINEAR:
                     place = len(linear)
                     mixed, delta = layer.linear_attn(
-                        normed,
+                        source,
                         rows.valid,
                         rows.ancestors,
                         rows.conv_taps,
@@ -201,7 +203,7 @@ class Target(nnx.Module):
                     linear.append(delta)
                 else:
                     mixed, fresh = layer.self_attn(
-                        normed,
+                        source,
                         cos,
                         sin,
                         rows.ancestors,
@@ -213,14 +215,15 @@ class Target(nnx.Module):
                     )
                     kv.append(fresh)
             with jax.named_scope("mlp"):
-                x, normed = layer.post_attention_layernorm.add(x, mixed, implementation)
-                update = layer.mlp(normed)
+                source = Normed(layer.post_attention_layernorm, source.total, mixed, implementation)
+                update = layer.mlp(source, implementation)
             after = self.layers[index + 1].input_layernorm if index + 1 < config.num_layers else self.norm
-            x, normed = after.add(x, update, implementation)
+            source = Normed(after, source.total, update, implementation)
             if index in taps:
-                tapped.append(x)
-        features = jnp.concatenate(tapped, axis=-1) if tapped else None
-        return TargetOutput(normed, features, self._stack_updates(rows, kv, linear, x.dtype))
+                tapped.append(source)
+        hidden = source.normed()
+        features = jnp.concatenate([one.total for one in tapped], axis=-1) if tapped else None
+        return TargetOutput(hidden, features, self._stack_updates(rows, kv, linear, hidden.dtype))
 
     def _stack_updates(
         self,

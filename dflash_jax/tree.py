@@ -39,6 +39,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.sharding import Vocabulary
 from dflash_jax.tree_policy import BestFirst, SpineFirst, TreePolicy
+from pallas_kernels import tree_search
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.tree_search.search_kernel import pairs_of
 
 __all__ = [
     "BestFirst",
@@ -127,7 +130,7 @@ def _spine(length: int, budget: int, policy: TreePolicy) -> int:
 
 
 def top_candidates(
-    logits: Float[Array, "B L V"], k: int, vocabulary: Vocabulary
+    logits: Float[Array, "B L V"], k: int, vocabulary: Vocabulary, implementation: Implementation = "xla"
 ) -> tuple[Float[Array, "B L K"], Int[Array, "B L K"]]:
     """The ``k`` best tokens of each depth, best first, equal values in the order of their ids.
 
@@ -136,6 +139,11 @@ def top_candidates(
     Returns:
         Their log-probabilities and their token ids.
     """
+    local = min(k, logits.shape[-1])
+    if k > 1 and tree_search.top_candidates_serve(logits, local, implementation):
+        values, tokens, normaliser = tree_search.top_candidates(logits, k=local)
+        values, tokens = vocabulary.merge_top_k(values, tokens, logits.shape[-1], k)
+        return values - vocabulary.merge_log_normaliser(normaliser)[..., None], tokens
     values, tokens = vocabulary.top_k(logits, k)
     return values - vocabulary.log_normaliser(logits)[..., None], tokens
 
@@ -169,6 +177,7 @@ def grow_tree(
     budget: int,
     policy: TreePolicy,
     length: int,
+    implementation: Implementation = "xla",
 ) -> Tree:
     """Builds the tree of the ``budget`` best prefixes under ``policy``, for each slot on its own.
 
@@ -182,6 +191,7 @@ def grow_tree(
         budget: number of rows besides node 0. Where fewer prefixes are possible, the rest is padding.
         policy: which prefixes count as best.
         length: depths that the drafter has; the tree's ``max_depth``.
+        implementation: kernel choice of the search; its result is the same.
 
     Raises:
         ValueError: ``budget < 1`` or ``length < 1`` (use :func:`root_only_tree` for a tree of one row).
@@ -197,6 +207,11 @@ def grow_tree(
         total = lax.associative_scan(_join, edges[:, :, 0], axis=1)
         tree = chain_tree(anchor, tokens[:, :, 0], total < _IMPOSSIBLE)
         return dataclasses.replace(tree, max_depth=length, log_probs=_nats(total))
+    if tree_search.search_serves(edges.shape[1], budget, implementation):
+        left, right = pairs_of(budget)
+        *fields, taken = tree_search.search(anchor, edges, tokens, left, right, budget=budget, spine=spine)
+        tokens, parents, depths, ancestors, valid, order = fields
+        return Tree(tokens, parents, depths, ancestors, valid, length, order, _nats(taken))
     costs, joins = _best_prefixes(edges, budget)
     levels, positions, order = _select(costs, spine, budget)
     tree = _assemble(anchor, tokens, _ranks(joins, levels, positions, edges.shape[1]), levels, order)
@@ -321,25 +336,18 @@ def _smallest(costs: Int[Array, "... M"], k: int) -> tuple[Int[Array, "... k"], 
     return -values, index
 
 
-def _pairs(budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (left, right) that can meet in a tree of this budget, in the order that breaks ties."""
-    position = np.arange(budget)
-    right, left = np.nonzero((position + 1) * (position[:, None] + 2) <= budget)
-    return left.astype(np.int32), right.astype(np.int32)
-
-
 def _best_prefixes(
     edges: Int[Array, "B L K"], budget: int
 ) -> tuple[Int[Array, "B L W"], list[Int[Array, "B _ W"]]]:
     """For each depth its best complete prefixes in order, as many as the tree can hold.
 
     Returns:
-        Costs (``W = budget``), and for each doubling step which of ``_pairs`` each entry was joined from,
+        Costs (``W = budget``), and for each doubling step which of ``pairs_of`` each entry was joined from,
         for the depths that the step joins (all but the first ``2**step``). Unused entries are impossible.
     """
     length, k = edges.shape[1:]
     costs = jnp.pad(edges, ((0, 0), (0, 0), (0, budget - k)), constant_values=_IMPOSSIBLE)
-    left, right = _pairs(budget)
+    left, right = pairs_of(budget)
     kept = min(budget, len(left))
     fill = ((0, 0), (0, 0), (0, budget - kept))
     joins = []
@@ -383,7 +391,7 @@ def _ranks(
         lists = jnp.arange(length - span, dtype=jnp.int32) * width
         joined = held[:, :, span:]
         pair = _take(joins[step].reshape(held.shape[0], -1), lists + jnp.maximum(joined, 0))
-        left, right = (jnp.where(joined >= 0, jnp.asarray(side)[pair], -1) for side in _pairs(width))
+        left, right = (jnp.where(joined >= 0, jnp.asarray(side)[pair], -1) for side in pairs_of(width))
         # At each depth at most one of the two ends.
         right = jnp.concatenate([held[:, :, :span], right], axis=2)
         held = jnp.maximum(right, jnp.pad(left, ((0, 0), (0, 0), (0, span)), constant_values=-1))

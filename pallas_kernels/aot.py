@@ -23,8 +23,11 @@ from typing import IO, Any
 import jax
 
 import pallas_kernels.add_norm.shapes
+import pallas_kernels.attention_front.shapes
 import pallas_kernels.gdn_scan.shapes
+import pallas_kernels.linear.shapes
 import pallas_kernels.tree_attention.shapes
+import pallas_kernels.tree_search.shapes
 from pallas_kernels.devices import GPUS, describe
 
 # Every kernel once, as one of two GPUs runs it with the default tree budget: what `make test` has time for.
@@ -81,6 +84,9 @@ def all_cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple
     yield from pallas_kernels.tree_attention.shapes.cases(device_kind)
     yield from pallas_kernels.gdn_scan.shapes.cases(device_kind)
     yield from pallas_kernels.add_norm.shapes.cases(device_kind)
+    yield from pallas_kernels.attention_front.shapes.cases(device_kind)
+    yield from pallas_kernels.linear.shapes.cases(device_kind)
+    yield from pallas_kernels.tree_search.shapes.cases(device_kind)
 
 
 @contextmanager

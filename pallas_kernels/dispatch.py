@@ -14,7 +14,12 @@ Implementation = Literal["auto", "xla", "pallas"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "pallas")
 
 # Ops that have a Pallas kernel, by name. An op that is not here is served by its XLA reference alone.
-PALLAS_OPS: frozenset[str] = frozenset({"add_norm", "gdn_mixer", "gdn_scan", "tree_attention"})
+PALLAS_OPS: frozenset[str] = frozenset(
+    {
+        "add_norm", "attention_front", "draft_candidates", "gdn_mixer", "gdn_scan", "linear", "norm_linear",
+        "tree_attention", "tree_search",
+    }
+)
 # What the kernels need: asynchronous copies and bf16 products came with Ampere.
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
@@ -93,14 +98,15 @@ def _record(op: str, choice: Literal["xla", "pallas"], reason: str) -> Literal["
 
 
 def resolve(
-    op: str, implementation: Implementation, unsupported: str | None = None
+    op: str, implementation: Implementation, unsupported: str | None = None, slower: str | None = None
 ) -> Literal["xla", "pallas"]:
-    """Returns the implementation that will run `op`: with "auto" Pallas wherever it can.
+    """Returns the implementation that will run `op`: with "auto" Pallas wherever it can and is not known to be slower.
 
     Args:
       op: name of the op, one of `PALLAS_OPS` if it has a kernel.
       implementation: what the caller asked for.
       unsupported: why the kernel cannot serve this call's shapes, or None if it can.
+      slower: why XLA's own kernels serve them better, or None; who asks for "pallas" gets it.
 
     Raises:
       UnsupportedError: `implementation` is "pallas" and the op, these shapes or this device have no Pallas kernel.
@@ -114,11 +120,12 @@ def resolve(
         reason = "has no Pallas kernel in this version"
     else:
         reason = unsupported or unsupported_device(target_device())
-    if reason is None:
+    if reason is None and (slower is None or implementation == "pallas"):
         return _record(op, "pallas", "serves this device and shape")
+    reason = reason or slower
     if implementation == "pallas":
         raise UnsupportedError(f"op '{op}' with Pallas kernels: {reason}; use 'xla' or 'auto'")
-    return _record(op, "xla", reason)
+    return _record(op, "xla", str(reason))
 
 
 def check_available(implementation: Implementation) -> None:

@@ -1,0 +1,44 @@
+"""Tile sizes and launch parameters of the product of few rows: data, by device kind, rows and shape.
+
+Nothing is read twice but x, which stays in the second-level cache, so what counts is how many bytes of weights are on
+their way at once: programs a multiprocessor x stages x block_out x block_in, some 32 KB and more on an H200.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How one call is cut into programs.
+
+    Attributes:
+      block_out: rows of the weights a program (of each half, with SwiGLU); a power of two, at least 16.
+      block_in: columns of the weights a step; a power of two, at least 16. Cut to the width.
+      splits: programs that share the columns of one block of rows, each leaving a partial sum.
+      num_warps: warps a program.
+      num_stages: depth of the software pipeline of loads.
+    """
+
+    block_out: int
+    block_in: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def config_for(device_kind: str, rows: int, out: int, width: int, itemsize: int) -> Config:
+    """The config of a call.
+
+    Args:
+      device_kind: of the device that it is compiled for.
+      rows: of x.
+      out: rows of the weights (of a half, with SwiGLU).
+      width: columns of the weights.
+      itemsize: bytes a number.
+    """
+    del device_kind, rows
+    if itemsize == 4:
+        return Config(16, 32, 1, 4, 2)
+    if out <= 4096:
+        return Config(16, 128 if width >= 1024 else 64, 1, 4, 4)
+    return Config(32, 128, 1, 4, 4)

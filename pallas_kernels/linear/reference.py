@@ -1,0 +1,47 @@
+"""XLA reference of products with weights and what stands around them."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.add_norm.reference import rms_norm
+
+
+def linear(
+    x: Float[Array, "... i"],
+    weight: Float[Array, "o i"],
+    bias: Float[Array, " o"] | None,
+    *,
+    swiglu: bool,
+    dtype: jax.typing.DTypeLike,
+) -> Float[Array, "... O"]:
+    """See `pallas_kernels.linear.api.linear`."""
+    # fp32 is asked for to get fp32: without this a GPU would silently round fp32 operands to TF32.
+    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    # Sums are fp32 inside; a bf16 result asks for no copy in fp32 on the way.
+    y = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=dtype)
+    y = y if bias is None else y + bias
+    if not swiglu:
+        return y
+    gate, up = jnp.split(y, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def norm_linear(
+    x: Float[Array, "... i"],
+    update: Float[Array, "... i"] | None,
+    gain: Float[Array, " i"],
+    weight: Float[Array, "o i"],
+    bias: Float[Array, " o"] | None,
+    *,
+    eps: float,
+    zero_centered: bool,
+    swiglu: bool,
+    dtype: jax.typing.DTypeLike,
+) -> tuple[Float[Array, "... i"], Float[Array, "... O"]]:
+    """See `pallas_kernels.linear.api.norm_linear`."""
+    total = x if update is None else x + update
+    normed = rms_norm(total, gain, eps=eps, zero_centered=zero_centered)
+    return total, linear(normed, weight, bias, swiglu=swiglu, dtype=dtype)

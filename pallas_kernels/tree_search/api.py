@@ -1,0 +1,53 @@
+"""Public entries of a tree's construction; the XLA reference is `dflash_jax.tree`, which asks here first."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.tree_search.candidates_kernel import CHUNK, top_candidates
+from pallas_kernels.tree_search.search_kernel import search
+
+__all__ = ["search", "search_serves", "top_candidates", "top_candidates_serve"]
+
+# What the registers of one program hold.
+MAX_CANDIDATES = 64
+MAX_VOCAB = 1 << 20
+MAX_BUDGET = 127
+MAX_LENGTH = 16
+
+
+def _unsupported_logits(logits: Float[Array, "... V"], k: int) -> str | None:
+    vocab = logits.shape[-1]
+    if logits.dtype != jnp.float32:
+        return f"dtype {logits.dtype} is not float32"
+    if vocab % CHUNK or vocab > MAX_VOCAB:
+        return f"{vocab} tokens are no multiple of {CHUNK} of at most {MAX_VOCAB}"
+    return f"{k} candidates are more than {MAX_CANDIDATES}" if k > min(MAX_CANDIDATES, vocab) else None
+
+
+def top_candidates_serve(
+    logits: Float[Array, "... V"], k: int, implementation: Implementation = "auto"
+) -> bool:
+    """Whether `top_candidates` takes these logits.
+
+    It gives the k largest, best first and equal ones by id, their ids, and log Σ exp of all.
+
+    Raises:
+      UnsupportedError: "pallas" was asked for and cannot serve this call.
+    """
+    return resolve("draft_candidates", implementation, _unsupported_logits(logits, k)) == "pallas"
+
+
+def search_serves(length: int, budget: int, implementation: Implementation = "auto") -> bool:
+    """Whether `search` builds trees of this budget from drafts of this length.
+
+    From the costs of edges it gives the fields of a `dflash_jax.tree.Tree` (tokens, parents, depths, ancestors, valid,
+    order) and the cost of each node's prefix, all as the reference does.
+
+    Raises:
+      UnsupportedError: "pallas" was asked for and cannot serve this call.
+    """
+    reason = None
+    if budget > MAX_BUDGET or length > MAX_LENGTH:
+        reason = f"{budget} nodes over {length} depths are more than {MAX_BUDGET} over {MAX_LENGTH}"
+    return resolve("tree_search", implementation, reason) == "pallas"

@@ -1,0 +1,149 @@
+"""Pallas Triton kernels of a draft's candidates: the best tokens of each row of logits, in order, in two launches.
+
+The first reads the logits once and leaves, for every chunk of 128 tokens, the largest and the sum of exponentials. In
+the second a program a row finds the k chunks with the largest maxima, which hold all of the k best tokens, and sorts
+those out: no sort, but a search for the k-th largest, bit by bit, and a count of who is larger among the k.
+
+Order of numbers: fp32 compares as its bits do, as integers, once those of negative numbers are turned around; a
+positive NaN is then the largest, as for `lax.top_k`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import compiled_once
+
+CHUNK = 128
+_CHUNKS_A_PROGRAM = 16
+_SMALLEST = -(2**31)
+
+
+def _chunk_kernel(x_ref, top_ref, sum_ref):
+    chunks = top_ref.shape[1]
+    row, chunk = pl.program_id(0), pl.program_id(1) * _CHUNKS_A_PROGRAM + jnp.arange(_CHUNKS_A_PROGRAM)
+    live = chunk < chunks
+    inside = jnp.minimum(chunk, chunks - 1)
+    column = (inside * CHUNK)[:, None] + jnp.arange(CHUNK)[None, :]
+    x = plgpu.load(x_ref.at[row, column])
+    top = jnp.max(x, axis=1)
+    base = jnp.where(top > -jnp.inf, top, 0.0)
+    plgpu.store(top_ref.at[row, chunk], top, mask=live)
+    plgpu.store(sum_ref.at[row, chunk], jnp.sum(jnp.exp(x - base[:, None]), axis=1), mask=live)
+
+
+def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """Integers in the order of fp32 numbers; its own inverse on the bits."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
+
+
+def largest(keys: Int[Array, " n"], live, k: int):
+    """Which of a program's keys are the k largest, the first of equal ones; there must be k live ones."""
+
+    def bit(index, found):
+        tried = jnp.where(index == 0, 0, found + lax.shift_left(jnp.int32(1), 31 - index))
+        return jnp.where(jnp.sum((keys >= tried).astype(jnp.int32)) >= k, tried, found)
+
+    least = lax.fori_loop(0, 32, bit, jnp.int32(_SMALLEST))
+    above, equal = keys > least, live & (keys == least)
+    room = k - jnp.sum(above.astype(jnp.int32))
+    return above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= room))
+
+
+def _pick_kernel(
+    x_ref,  # [R, V]
+    top_ref,  # [R, C]
+    sum_ref,  # [R, C]
+    values_ref,  # [R, k]
+    tokens_ref,  # [R, k]
+    lse_ref,  # [R]
+    chunk_ref,  # [R, c]: chosen chunks
+    key_ref,  # [R, k]
+    token_ref,  # [R, k]
+    *,
+    barrier,
+):
+    chunks, k, kept = top_ref.shape[1], values_ref.shape[1], chunk_ref.shape[1]
+    row = pl.program_id(0)
+    index = jnp.arange(pl.next_power_of_2(chunks))
+    live = index < chunks
+    inside = jnp.minimum(index, chunks - 1)
+    top = plgpu.load(top_ref.at[row, inside], mask=live, other=-jnp.inf)
+    peak = jnp.max(top)
+    base = jnp.where(peak > -jnp.inf, peak, 0.0)
+    sums = plgpu.load(sum_ref.at[row, inside], mask=live, other=0.0)
+    lse_ref[row] = base + jnp.log(jnp.sum(sums * jnp.exp(top - base)))
+
+    if kept < chunks:
+        chosen = largest(jnp.where(live, ordered(top), _SMALLEST), live, kept)
+        place = jnp.cumsum(chosen.astype(jnp.int32)) - 1
+        # Elsewhere where masked: two places of one store must not be the same.
+        plgpu.store(chunk_ref.at[row, jnp.where(chosen, place, kept + index)], index, mask=chosen)
+        barrier()
+    index = jnp.arange(pl.next_power_of_2(kept * CHUNK))
+    live = index < kept * CHUNK
+    chunk = jnp.minimum(lax.div(index, CHUNK), kept - 1)
+    if kept < chunks:
+        chunk = plgpu.load(chunk_ref.at[row, chunk])
+    token = chunk * CHUNK + lax.rem(index, CHUNK)
+    keys = jnp.where(live, ordered(plgpu.load(x_ref.at[row, token])), _SMALLEST)
+    chosen = live & largest(keys, live, k)
+    place = jnp.where(chosen, jnp.cumsum(chosen.astype(jnp.int32)) - 1, k + index)
+    plgpu.store(key_ref.at[row, place], keys, mask=chosen)
+    plgpu.store(token_ref.at[row, place], token, mask=chosen)
+    barrier()
+
+    index = jnp.arange(pl.next_power_of_2(k))
+    live = index < k
+    own = plgpu.load(key_ref.at[row, jnp.minimum(index, k - 1)])
+
+    def count(other, rank):
+        key = key_ref[row, other]
+        return rank + ((key > own) | ((key == own) & (other < index))).astype(jnp.int32)
+
+    rank = jnp.where(live, lax.fori_loop(0, k, count, jnp.zeros_like(index)), k + index)
+    value = lax.bitcast_convert_type(jnp.where(own < 0, own ^ jnp.int32(2**31 - 1), own), jnp.float32)
+    plgpu.store(values_ref.at[row, rank], value, mask=live)
+    plgpu.store(tokens_ref.at[row, rank], plgpu.load(token_ref.at[row, jnp.minimum(index, k - 1)]), mask=live)
+
+
+@compiled_once("k", "interpret")
+def top_candidates(
+    x: Float[Array, "... V"], *, k: int, interpret: bool = False
+) -> tuple[Float[Array, "... k"], Int[Array, "... k"], Float[Array, "..."]]:
+    """See `pallas_kernels.tree_search.api.top_candidates`, which checks what these kernels take."""
+    shape, vocab = x.shape[:-1], x.shape[-1]
+    x = x.reshape(-1, vocab)
+    rows, chunks = x.shape[0], vocab // CHUNK
+    kept = min(chunks, k)
+    per_chunk = jax.ShapeDtypeStruct((rows, chunks), jnp.float32)
+    tops, sums = pl.pallas_call(
+        _chunk_kernel,
+        grid=(rows, pl.cdiv(chunks, _CHUNKS_A_PROGRAM)),
+        out_shape=(per_chunk, per_chunk),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="draft_chunks",
+    )(x)
+
+    def numbers(dtype, *size):
+        return jax.ShapeDtypeStruct((rows, *size), dtype)
+
+    values, tokens, lse, *_ = pl.pallas_call(
+        functools.partial(_pick_kernel, barrier=(lambda: None) if interpret else plgpu.debug_barrier),
+        grid=(rows,),
+        out_shape=(
+            numbers(jnp.float32, k), numbers(jnp.int32, k), numbers(jnp.float32),
+            numbers(jnp.int32, kept), numbers(jnp.int32, k), numbers(jnp.int32, k),
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="draft_candidates",
+    )(x, tops, sums)  # fmt: skip
+    return values.reshape(*shape, k), tokens.reshape(*shape, k), lse.reshape(shape)

@@ -1,0 +1,32 @@
+"""The real shapes of a tree's construction, by name: what tests, benchmarks and the compile check run."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.tree_search import candidates_kernel, search_kernel
+from pallas_kernels.tree_search.search_kernel import pairs_of
+
+# Tokens of a device's slice of the vocabulary, and depths.
+VOCABULARIES: dict[str, tuple[int, int]] = {
+    "qwen3.6": (248320, 15), "qwen3.6-tp2": (124160, 15), "smollm2": (49152, 9), "bundled": (2048, 15),
+}  # fmt: skip
+BUDGETS = (31, 63, 127)
+
+
+def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """(name, function, abstract arguments) of every shape; the launch is the same on every device."""
+    del device_kind
+    for name, (vocab, depths) in VOCABULARIES.items():
+        for k in (31, 63):
+            function = functools.partial(candidates_kernel.top_candidates, k=k)
+            yield f"draft_candidates/{name}/{k}", function, (jax.ShapeDtypeStruct((1, depths, vocab), jnp.float32),)
+    for budget in BUDGETS:
+        left, right = pairs_of(budget)
+        costs = jax.ShapeDtypeStruct((1, 15, budget), jnp.int32)
+        sides = [jax.ShapeDtypeStruct(side.shape, jnp.int32) for side in (left, right)]
+        function = functools.partial(search_kernel.search, budget=budget, spine=15)
+        yield f"tree_search/{budget}", function, (jax.ShapeDtypeStruct((1,), jnp.int32), costs, costs, *sides)

@@ -1,0 +1,115 @@
+"""Products with weights and what stands around them: every implementation against fp64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import linear as op
+from pallas_kernels.dispatch import UnsupportedError, recording
+from pallas_kernels.linear import kernel
+from pallas_kernels.linear.configs import Config
+from pallas_kernels.linear.shapes import DTYPES, PRODUCTS, ROWS, cases
+
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
+IMPLEMENTATIONS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+# Rows, columns, rows of the weights: one row, no whole block of anything, several blocks, more rows than a program has.
+SHAPES = [(1, 64, 48), (10, 96, 40), (16, 128, 64), (33, 80, 32), (70, 64, 32)]
+
+
+def run(implementation: str, *arrays: Any, dtype: Any, splits: int = 1, **options: Any) -> tuple[Any, jax.Array]:
+    """(sum, product); the op's own entries, or its kernel interpreted with small blocks."""
+    x, update, gain, weight, bias = arrays
+    norm = {"eps": 1e-6, "zero_centered": True}
+    if implementation == "interpret":
+        config = Config(16, 32, splits, 4, 2)
+        return kernel.linear(*arrays, **norm, **options, dtype=dtype, config=config, interpret=True)
+    if gain is None:
+        return x, op.linear(x, weight, bias, **options, dtype=dtype, implementation=implementation)
+    return op.norm_linear(
+        x, update, gain, weight, bias, **norm, **options, dtype=dtype, implementation=implementation
+    )
+
+
+def expected(x: Any, gain: Any, weight: Any, bias: Any, swiglu: bool) -> np.ndarray:
+    x, gain, weight, bias = (None if a is None else np.asarray(a, np.float64) for a in (x, gain, weight, bias))
+    if gain is not None:
+        x = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6) * (1 + gain)
+    y = x @ weight.T + (0 if bias is None else bias)
+    if not swiglu:
+        return y
+    gate, up = np.split(y, 2, axis=-1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize(("norm", "update"), [(False, False), (True, False), (True, True)])
+def test_against_fp64(implementation: str, dtype: Any, swiglu: bool, norm: bool, update: bool):
+    rng = np.random.default_rng(0)
+    for rows, columns, out in SHAPES:
+        for with_bias in (False, True):
+            x, added = (jnp.asarray(rng.normal(size=(2, rows, columns))[: 1 + (rows == 1)], dtype) for _ in range(2))
+            gain = jnp.asarray(0.3 * rng.normal(size=columns), dtype) if norm else None
+            weight = jnp.asarray(0.1 * rng.normal(size=(out * (1 + swiglu), columns)), dtype)
+            bias = jnp.asarray(rng.normal(size=weight.shape[0]), dtype) if with_bias else None
+            added = added if update else None
+            total, y = run(implementation, x, added, gain, weight, bias, dtype=dtype, swiglu=swiglu)
+            true_total = x if added is None else x + added
+            assert np.array_equal(total, true_total) and y.dtype == dtype and y.shape == (*x.shape[:-1], out)
+            want = expected(true_total, gain, weight, bias, swiglu)
+            error = np.linalg.norm(np.asarray(y, np.float64) - want) / np.linalg.norm(want)
+            assert error <= TOLERANCE[dtype], (rows, columns, out, with_bias)
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_splits_add_up(splits: int):
+    """A number of blocks that they do not divide as well."""
+    rng = np.random.default_rng(1)
+    x, weight = (jnp.asarray(rng.normal(size=(rows, 160)), jnp.float32) for rows in (5, 48))
+    _, y = run("interpret", x, None, None, weight, None, dtype=jnp.float32, swiglu=False, splits=splits)
+    np.testing.assert_allclose(y, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logits_in_fp32_of_a_model_in_bf16(implementation: str):
+    rng = np.random.default_rng(2)
+    x, weight = (jnp.asarray(rng.normal(size=(rows, 64)), jnp.bfloat16) for rows in (3, 256))
+    _, y = run(implementation, x, None, None, weight, None, dtype=jnp.float32, swiglu=False)
+    want = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_many_rows_and_fp32_are_left_to_xla_unless_asked():
+    few, many = jnp.ones((16, 64), jnp.bfloat16), jnp.ones((65, 64), jnp.bfloat16)
+    weight = jnp.ones((32, 64), jnp.bfloat16)
+
+    def served(implementation: Any, x: jax.Array, weight: jax.Array) -> set[str]:
+        with recording() as choices:
+            op.linear(x, weight, implementation=implementation)
+        return choices["linear"]
+
+    assert served("auto", few, weight) == {"pallas"}
+    assert served("auto", many, weight) == {"xla"}
+    assert served("auto", few.astype(jnp.float32), weight.astype(jnp.float32)) == {"xla"}
+    assert served("pallas", many, weight) == {"pallas"}
+    assert op.joins_norm(few) and not op.joins_norm(many) and not op.joins_norm(few, "xla")
+    assert not op.joins_norm(jnp.ones((1, 4096), jnp.bfloat16))
+
+
+def test_a_dtype_without_a_kernel_is_refused_by_name():
+    x, weight = jnp.ones((1, 64), jnp.float16), jnp.ones((8, 64), jnp.float16)
+    with pytest.raises(UnsupportedError, match="dtypes float16 and float16"):
+        op.linear(x, weight, implementation="pallas")
+    assert op.linear(x, weight).shape == (1, 8)  # "auto" takes XLA
+    assert not op.joins_norm(x)
+
+
+def test_every_named_case_traces_and_has_its_own_name():
+    names = [name for name, function, arguments in cases("NVIDIA H200") if jax.eval_shape(function, *arguments)]
+    assert len(names) == len(set(names)) == sum(map(len, PRODUCTS.values())) * len(DTYPES) * len(ROWS)

@@ -1,0 +1,109 @@
+"""The kernels that build a tree against the reference, to the last bit: candidates, ties, impossible prefixes, padding."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import tree
+from dflash_jax.sharding import Vocabulary
+from dflash_jax.tree_policy import BestFirst, SpineFirst
+from pallas_kernels import tree_search as op
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.tree_search import candidates_kernel, search_kernel
+from pallas_kernels.tree_search.shapes import BUDGETS, VOCABULARIES, cases
+
+KERNELS = [True, pytest.param(False, marks=pytest.mark.gpu)]  # interpreted, compiled
+FIELDS = ("tokens", "parents", "depths", "ancestors", "valid", "order", "log_probs")
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees are built with the kernels; interpreted, they are served everywhere."""
+    if request.param:
+        monkeypatch.setattr(op, "top_candidates_serve", lambda *_: True)
+        monkeypatch.setattr(op, "search_serves", lambda *_: True)
+        for name, module in (("top_candidates", candidates_kernel), ("search", search_kernel)):
+            own = getattr(module, name)
+            monkeypatch.setattr(op, name, lambda *a, own=own, **k: own(*a, **k, interpret=True))
+
+
+def logits_of(kind: str, rng: np.random.Generator, *shape: int) -> jax.Array:
+    x = 3 * rng.normal(size=shape).astype(np.float32)
+    if kind == "ties":
+        x = np.round(x)
+    if kind == "impossible":
+        x[..., ::3] = -np.inf
+    if kind == "few":  # fewer possible tokens than candidates
+        x[..., 5:] = -np.inf
+    return jnp.asarray(x)
+
+
+@pytest.mark.parametrize("kernels", KERNELS, indirect=True)
+@pytest.mark.parametrize("kind", ["normal", "ties", "impossible", "few"])
+@pytest.mark.parametrize(("vocab", "k"), [(2048, 31), (2048, 15), (256, 63), (128 * 70, 63), (49152, 31)])
+def test_candidates_are_those_of_top_k(kernels: None, kind: str, vocab: int, k: int):
+    x = logits_of(kind, np.random.default_rng(0), 2, 3, vocab)
+    values, tokens, normaliser = op.top_candidates(x, k=k)
+    want, ids = jax.lax.top_k(x, k)
+    assert np.array_equal(values, want) and np.array_equal(tokens, ids)
+    np.testing.assert_allclose(normaliser, jax.nn.logsumexp(x, axis=-1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", KERNELS, indirect=True)
+@pytest.mark.parametrize("policy", [SpineFirst(), BestFirst()])
+@pytest.mark.parametrize(
+    ("length", "k", "budget"),
+    [(15, 31, 31), (15, 63, 63), (9, 31, 31), (1, 5, 5), (2, 7, 7), (3, 4, 6), (7, 15, 15), (5, 2, 11), (16, 40, 40)],
+)
+def test_trees_are_those_of_the_reference(kernels: None, policy: Any, length: int, k: int, budget: int):
+    rng = np.random.default_rng(length)
+    for kind in ("normal", "ties", "impossible", "unlikely", "short"):
+        scores = -np.sort(rng.exponential(60 if kind == "unlikely" else 0.5, size=(2, length, k)), axis=2)
+        if kind == "ties":
+            scores = np.round(scores)
+        if kind == "impossible":
+            scores[:, :, k // 2 :] = -np.inf
+        if kind == "short":
+            scores[0, min(1, length - 1) :] = -np.inf
+        values = jnp.asarray(scores, jnp.float32)
+        tokens = jnp.asarray(rng.integers(0, 1000, size=values.shape), jnp.int32)
+        anchor = jnp.asarray([3, 4], jnp.int32)
+        got = tree.grow_tree(anchor, values, tokens, budget, policy, length)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(op, "search_serves", lambda *_: False)
+            want = tree.grow_tree(anchor, values, tokens, budget, policy, length)
+        for name in FIELDS:
+            assert np.array_equal(getattr(got, name), getattr(want, name)), (kind, name)
+        assert got.max_depth == want.max_depth
+
+
+@pytest.mark.gpu
+def test_a_round_asks_for_them():
+    x = logits_of("normal", np.random.default_rng(1), 1, 15, 2048)
+    values, tokens = tree.top_candidates(x, 31, Vocabulary(), "pallas")
+    want, ids = tree.top_candidates(x, 31, Vocabulary(), "xla")
+    assert np.array_equal(tokens, ids)
+    np.testing.assert_allclose(values, want, rtol=1e-5, atol=1e-5)
+    one, other = (
+        tree.grow_tree(jnp.zeros(1, jnp.int32), want, ids, 31, SpineFirst(), 15, name) for name in ("pallas", "xla")
+    )
+    assert all(np.array_equal(getattr(one, name), getattr(other, name)) for name in FIELDS)
+
+
+@pytest.mark.gpu
+def test_what_the_kernels_do_not_take_is_refused_by_name():
+    with pytest.raises(UnsupportedError, match="100 tokens are no multiple of 128"):
+        op.top_candidates_serve(jnp.ones((1, 100)), 3, "pallas")
+    with pytest.raises(UnsupportedError, match="65 candidates are more than 64"):
+        op.top_candidates_serve(jnp.ones((1, 1024)), 65, "pallas")
+    with pytest.raises(UnsupportedError, match="255 nodes over 15 depths"):
+        op.search_serves(15, 255, "pallas")
+    assert not op.search_serves(15, 255)
+
+
+def test_every_named_case_traces_and_has_its_own_name():
+    names = [name for name, function, arguments in cases("any") if jax.eval_shape(function, *arguments)]
+    assert len(names) == len(set(names)) == 2 * len(VOCABULARIES) + len(BUDGETS)
