@@ -1,6 +1,6 @@
 """Grouped-query attention, with or without q/k norms and biases, optionally gated: the target's and the drafter's."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,10 @@ class Attention(nnx.Module):
     sigmoid(gate) before o_proj (Qwen3.5; always a sigmoid). With `shards`, a device holds its share of the heads.
     """
 
-    # Keys and values only: the drafter projects its context to them and to no query.
-    JOINED: ClassVar = {"kv_proj": ("k_proj", "v_proj")}
+    @property
+    def JOINED(self) -> dict[str, tuple[str, ...]]:  # noqa: N802 - see `layers.join`
+        """Keys and values apart from queries where rows of a context have only those."""
+        return {"kv_proj": ("k_proj", "v_proj")} if self.apart else {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     def __init__(
         self,
@@ -40,7 +42,10 @@ class Attention(nnx.Module):
         shards: int = 1,
         qk_norm: bool = True,
         bias: bool = False,
+        apart: bool = False,
     ):
+        """`apart`: keys and values are also made of rows that ask nothing, as a drafter's context."""
+        self.apart = apart
         heads, kv_heads = heads // shards, kv_heads // shards
         self.heads, self.kv_heads, self.head_dim, self.gated = heads, kv_heads, head_dim, gated
         self.q_proj = Linear(hidden, heads * head_dim * (2 if gated else 1), dtype=dtype, rngs=rngs, bias=bias)
@@ -63,7 +68,10 @@ class Attention(nnx.Module):
         return getattr(self, name).weight[...] if self.qk_norm else None
 
     def _gate(self, q: Float[Array, "B N P"]) -> Float[Array, "B N H d"] | None:
-        return q.reshape(*q.shape[:2], self.heads, -1)[..., self.head_dim :] if self.gated else None
+        if not self.gated:
+            return None
+        own = q[..., : 2 * self.heads * self.head_dim]
+        return own.reshape(*q.shape[:2], self.heads, -1)[..., self.head_dim :]
 
     def project_q(
         self, x: Float[Array, "B N D"], cos: Float[Array, "B N h"], sin: Float[Array, "B N h"]
@@ -76,7 +84,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B N D"], cos: Float[Array, "B N h"], sin: Float[Array, "B N h"]
     ) -> Float[Array, "B N 2 K d"]:
         """Keys as queries are made (index 0) beside plain values (index 1), as the pages hold them."""
-        kv = project_joined(self, "kv_proj", x)
+        kv = project_joined(self, "kv_proj", x) if self.apart else jnp.concatenate([self.k_proj(x), self.v_proj(x)], -1)
         return paged_kv(kv, self._gain("k_norm"), cos, sin, **self._front())
 
     def output(
@@ -106,10 +114,13 @@ class Attention(nnx.Module):
         implementation: Implementation = "auto",
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N 2 K d"]]:
         """Attends over the paged context and the rows; returns the mixed rows and their own keys and values."""
-        projected = self.q_proj(x, implementation)
+        if self.apart:
+            projected, kv = self.q_proj(x, implementation), project_joined(self, "kv_proj", x, implementation)
+        else:
+            projected, kv = project_joined(self, "qkv_proj", x, implementation), None
         q, kv = attention_front(
-            projected, project_joined(self, "kv_proj", x, implementation), self._gain("q_norm"), self._gain("k_norm"),
-            cos, sin, gated=self.gated, implementation=implementation, **self._front(),
+            projected, kv, self._gain("q_norm"), self._gain("k_norm"), cos, sin, heads=self.heads,
+            kv_heads=self.kv_heads, gated=self.gated, implementation=implementation, **self._front(),
         )  # fmt: skip
         out = tree_attention(
             q,

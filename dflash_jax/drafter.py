@@ -38,6 +38,7 @@ class DrafterLayer(nnx.Module):
             rngs=rngs,
             out_std=out_std,
             shards=shards,
+            apart=True,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
         self.mlp = SwiGLU(

@@ -218,7 +218,7 @@ def join(module: nnx.Module, mesh: Mesh | None = None) -> None:
     joined = shard_program(lambda weights: jnp.concatenate(weights), mesh, (ROWS,), ROWS)
     joined = jax.jit(joined)
     for _, part in list(nnx.iter_modules(module)):
-        for name, parts in getattr(type(part), "JOINED", {}).items():
+        for name, parts in getattr(part, "JOINED", {}).items():
             if not hasattr(part, parts[0]):
                 continue  # joined before
             weights = [getattr(part, one).weight[...] for one in parts]
@@ -236,7 +236,7 @@ def project(
     joined = getattr(module, name, None)
     if joined is not None:
         return joined.split(joined(x, implementation))
-    return [getattr(module, part)(x, implementation) for part in type(module).JOINED[name]]  # type: ignore[attr-defined]
+    return [getattr(module, part)(x, implementation) for part in module.JOINED[name]]  # type: ignore[attr-defined]
 
 
 def project_joined(

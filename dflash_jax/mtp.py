@@ -49,7 +49,7 @@ class MTP(nnx.Module):
         self.fc = Linear(2 * width // shards, width, dtype=dtype, rngs=rngs, shards=shards)
         self.pre_fc_norm_embedding = RMSNorm(width, **norm)
         self.pre_fc_norm_hidden = RMSNorm(width, **norm)
-        self.layers = nnx.List([DecoderLayer(config, FULL, dtype=dtype, rngs=rngs, shards=shards)])
+        self.layers = nnx.List([DecoderLayer(config, FULL, dtype=dtype, rngs=rngs, shards=shards, apart=True)])
         self.norm = RMSNorm(width, **norm)
 
     def join(self, embeddings: Float[Array, "B N D"], hidden: Float[Array, "B N D"]) -> Float[Array, "B N D"]:

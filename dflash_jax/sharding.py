@@ -29,7 +29,7 @@ ROWS, COLUMNS = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 # replicated, and so is a bias that is added after the sum over columns.
 _PARAMETERS: dict[str, PartitionSpec] = {
     **dict.fromkeys(("embed_tokens", "lm_head"), ROWS),  # vocabulary
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "kv_proj"), ROWS),  # heads
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "kv_proj", "qkv_proj"), ROWS),  # heads
     **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj"), ROWS),  # heads
     **dict.fromkeys(("conv1d", "A_log", "dt_bias"), ROWS),  # heads
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), ROWS),  # MLP width

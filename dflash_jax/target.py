@@ -54,7 +54,9 @@ class DecoderLayer(nnx.Module):
         dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
         shards: int = 1,
+        apart: bool = False,
     ):
+        """`apart`: see `Attention`."""
         norm = {"eps": config.rms_norm_eps, "zero_centered": config.zero_centered_norm, "dtype": dtype}
         # Residual branches start small, so that deep stacks train from scratch (GPT-2's 1/√(2L)).
         out_std = 0.02 / (2 * config.num_layers) ** 0.5
@@ -78,6 +80,7 @@ class DecoderLayer(nnx.Module):
                 shards=shards,
                 qk_norm=config.qk_norm,
                 bias=config.attention_bias,
+                apart=apart,
             )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
         if config.num_experts:

@@ -49,8 +49,15 @@ def test_against_fp64(implementation: str, dtype: Any, gated: bool, normed: bool
         gains = [jnp.asarray(rng.normal(size=dim), dtype) if normed else None for _ in range(2)]
         angles = rng.uniform(-3, 3, size=(slots, rows, half))
         cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-        options = {"head_dim": dim, "gated": gated, "eps": 1e-6, "zero_centered": zero_centered}
+        options = {
+            "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "gated": gated, "eps": 1e-6,
+            "zero_centered": zero_centered,
+        }  # fmt: skip
         queries, pages = run(implementation, q, kv, *gains, cos, sin, **options)
+        side_by_side = run(
+            implementation, jnp.concatenate([q, kv], axis=-1), None, *gains, cos, sin, **options
+        )
+        assert np.array_equal(queries, side_by_side[0]) and np.array_equal(pages, side_by_side[1])
         wide = np.asarray(q, np.float64).reshape(slots, rows, heads, -1)[..., :dim]
         keys, values = np.asarray(kv, np.float64).reshape(slots, rows, 2, kv_heads, dim).transpose(2, 0, 1, 3, 4)
         assert queries.dtype == pages.dtype == dtype
@@ -63,7 +70,8 @@ def test_against_fp64(implementation: str, dtype: Any, gated: bool, normed: bool
 
 def test_a_dtype_without_a_kernel_is_refused_by_name():
     q, angle = jnp.ones((1, 2, 64), jnp.float16), jnp.ones((1, 2, 16))
-    options: dict[str, Any] = {"head_dim": 32, "gated": False, "eps": 1e-6, "zero_centered": False}
+    options: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 32, "gated": False}
+    options |= {"eps": 1e-6, "zero_centered": False}
     with pytest.raises(UnsupportedError, match="dtype float16"):
         op.attention_front(q, q, None, None, angle, angle, **options, implementation="pallas")
     assert op.attention_front(q, q, None, None, angle, angle, **options)[0].shape == (1, 2, 2, 32)

@@ -1,4 +1,4 @@
-"""The kernels that build a tree against the reference, to the last bit: candidates, ties, impossible prefixes, padding."""
+"""The kernels that build a tree against the reference, to the last bit: candidates, ties, impossible prefixes."""
 
 from typing import Any
 

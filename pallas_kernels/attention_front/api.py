@@ -21,12 +21,14 @@ def unsupported(q: Float[Array, "B N P"]) -> str | None:
 
 def attention_front(
     q: Float[Array, "B N P"],
-    kv: Float[Array, "B N R"],
+    kv: Float[Array, "B N R"] | None,
     q_gain: Float[Array, " d"] | None,
     k_gain: Float[Array, " d"] | None,
     cos: Float[Array, "B N half"],
     sin: Float[Array, "B N half"],
     *,
+    heads: int,
+    kv_heads: int,
     head_dim: int,
     gated: bool,
     eps: float,
@@ -37,10 +39,10 @@ def attention_front(
 
     Args:
       q: projected queries, head by head; with `gated` [query | gate] a head, of which the gate is not used.
-      kv: projected keys, then values.
+      kv: projected keys, then values; None if they follow the queries in `q`.
       q_gain, k_gain: weights of the norms over a head; None for models without.
       cos, sin: of the rotary angles of the rows (`layers.rope_tables`); the leading 2·half dims of a head turn.
-      head_dim: d.
+      heads, kv_heads, head_dim: H, K, d.
       eps, zero_centered: of the norms.
       implementation: "auto", "xla" or "pallas".
 
@@ -54,7 +56,10 @@ def attention_front(
     slower = f"{rows} rows are more than {MAX_ROWS}" if rows > MAX_ROWS else None
     if resolve("attention_front", implementation, unsupported(q), slower) == "xla":
         norm = {"head_dim": head_dim, "eps": eps, "zero_centered": zero_centered}
+        if kv is None:
+            q, kv = jnp.split(q, [q.shape[-1] - 2 * kv_heads * head_dim], axis=-1)
         return rotated_queries(q, q_gain, cos, sin, gated=gated, **norm), paged_kv(kv, k_gain, cos, sin, **norm)
     return kernel.attention_front(
-        q, kv, q_gain, k_gain, cos, sin, head_dim=head_dim, gated=gated, eps=eps, zero_centered=zero_centered
-    )
+        q, kv, q_gain, k_gain, cos, sin, heads=heads, kv_heads=kv_heads, head_dim=head_dim, gated=gated, eps=eps,
+        zero_centered=zero_centered,
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import compiled_once
 
 def _kernel(
     q_ref,  # [M, H · d], gated [M, H · 2d]
-    kv_ref,  # [M, 2 · K · d]
+    kv_ref,  # [M, 2 · K · d], or what q_ref is, with them from `kv_start` on
     q_gain_ref,  # [d], or None: no norm
     k_gain_ref,  # [d], or None
     cos_ref,  # [M, half]
@@ -23,6 +23,7 @@ def _kernel(
     pages_ref,  # [M, 2 · K, d]
     *,
     stride: int,
+    kv_start: int,
     eps: float,
     zero_centered: bool,
     block: int,
@@ -76,25 +77,27 @@ def _kernel(
 
     @pl.when((own >= 0) & (own < kv_heads))
     def _():
-        turn(kv_ref, own * dim, k_gain_ref, pages_ref, own)
+        turn(kv_ref, kv_start + own * dim, k_gain_ref, pages_ref, own)
 
     @pl.when(own >= kv_heads)
     def _():
         index = jnp.arange(pl.next_power_of_2(dim))
         live = index < dim
-        values = load(kv_ref, row, own * dim + jnp.minimum(index, dim - 1), mask=live)
+        values = load(kv_ref, row, kv_start + own * dim + jnp.minimum(index, dim - 1), mask=live)
         plgpu.store(pages_ref.at[row, own, index], values, mask=live)
 
 
-@compiled_once("head_dim", "gated", "eps", "zero_centered", "interpret")
+@compiled_once("heads", "kv_heads", "head_dim", "gated", "eps", "zero_centered", "interpret")
 def attention_front(
     q: Float[Array, "B N P"],
-    kv: Float[Array, "B N R"],
+    kv: Float[Array, "B N R"] | None,
     q_gain: Float[Array, " d"] | None,
     k_gain: Float[Array, " d"] | None,
     cos: Float[Array, "B N half"],
     sin: Float[Array, "B N half"],
     *,
+    heads: int,
+    kv_heads: int,
     head_dim: int,
     gated: bool,
     eps: float,
@@ -104,12 +107,13 @@ def attention_front(
     """See `pallas_kernels.attention_front.api.attention_front`, which checks what this kernel takes."""
     batch, nodes = q.shape[:2]
     rows, stride = batch * nodes, (2 if gated else 1) * head_dim
-    heads, kv_heads, half = q.shape[2] // stride, kv.shape[2] // (2 * head_dim), cos.shape[-1]
+    half, kv_start = cos.shape[-1], heads * stride if kv is None else 0
+    kv = q if kv is None else kv
     queries, pages = pl.pallas_call(
         functools.partial(
-            _kernel, stride=stride, eps=eps, zero_centered=zero_centered, block=pl.next_power_of_2(half),
-            rest=pl.next_power_of_2(max(head_dim - 2 * half, 1)),
-        ),
+            _kernel, stride=stride, kv_start=kv_start, eps=eps, zero_centered=zero_centered,
+            block=pl.next_power_of_2(half), rest=pl.next_power_of_2(max(head_dim - 2 * half, 1)),
+        ),  # fmt: skip
         grid=(rows, heads + 2 * kv_heads),
         out_shape=(
             jax.ShapeDtypeStruct((rows, heads, head_dim), q.dtype),

@@ -29,10 +29,11 @@ def arguments(model: str, rows: int, dtype: jax.typing.DTypeLike) -> tuple[Any, 
 def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """(name, function, abstract arguments) of every shape and dtype; the launch is the same on every device."""
     del device_kind
-    for model, (_, _, dim, _, gated, _) in MODELS.items():
+    for model, (heads, kv_heads, dim, _, gated, _) in MODELS.items():
         for dtype in (jnp.bfloat16, jnp.float32):
             function = functools.partial(
-                kernel.attention_front, head_dim=dim, gated=gated, eps=1e-6, zero_centered=True
-            )
+                kernel.attention_front, heads=heads, kv_heads=kv_heads, head_dim=dim, gated=gated, eps=1e-6,
+                zero_centered=True,
+            )  # fmt: skip
             for rows in ROWS:
                 yield f"attention_front/{model}/{jnp.dtype(dtype).name}/{rows}", function, arguments(model, rows, dtype)

@@ -18,7 +18,8 @@ PRODUCTS: dict[str, dict[str, tuple[int, int, bool]]] = {
         "gate_up": (5120, 17408, True), "down": (17408, 5120, False), "head": (5120, 248320, False),
     },
     "qwen3.6-27b-tp2": {
-        "in": (5120, 8240, False), "out": (3072, 5120, False), "gate_up": (5120, 8704, True), "down": (8704, 5120, False),
+        "in": (5120, 8240, False), "out": (3072, 5120, False), "gate_up": (5120, 8704, True),
+        "down": (8704, 5120, False),
     },
     "smollm2": {
         "q": (576, 576, False), "gate_up": (576, 1536, True), "down": (1536, 576, False), "head": (576, 49152, False),
