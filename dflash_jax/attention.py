@@ -22,7 +22,7 @@ class Attention(nnx.Module):
     """
 
     @property
-    def JOINED(self) -> dict[str, tuple[str, ...]]:  # noqa: N802 - see `layers.join`
+    def JOINED(self) -> dict[str, tuple[str, ...]]:
         """Keys and values apart from queries where rows of a context have only those."""
         return {"kv_proj": ("k_proj", "v_proj")} if self.apart else {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 

@@ -6,7 +6,7 @@ a burst pays nothing for the choice. All that it reads is alike in every process
 process's, and the rest follows from tokens. A run of one process also corrects the curve as it goes.
 
 **Tokens.** Trees of one policy are nested, so a round of budget b shows exactly what each smaller budget would have
-emitted in its place (`round.Evidence`). Realised tokens of the last rounds are joined with what the drafter's prefix
+emitted in its place (`settle.Evidence`). Realised tokens of the last rounds are joined with what the drafter's prefix
 probabilities predict for those rounds, scaled by how far such predictions have come true: the prediction reacts to a
 change of text within a round or two, and the scale, kept over requests, corrects a drafter that is too sure of itself.
 The mean over earlier texts counts as a few rounds more, so that the weak start of a text does not end its drafts.
@@ -29,7 +29,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dflash_jax.programs import Programs
-from dflash_jax.round import DecodeState, Evidence, RoundSpec
+from dflash_jax.round import DecodeState, RoundSpec
+from dflash_jax.settle import Evidence
 
 # What one round weighs after the next one, for the text at hand and for what is kept over requests.
 SHORT_MEMORY, LONG_MEMORY = 0.9, 0.98

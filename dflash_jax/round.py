@@ -24,12 +24,12 @@ from dflash_jax.sampling import (
     empty_logprobs,
     token_logprobs,
 )
+from dflash_jax.settle import Evidence, Settled, cut, settle
 from dflash_jax.target import Rows, Target, TargetOutput
 from dflash_jax.tree import (
     SpineFirst,
     Tree,
     TreePolicy,
-    Walk,
     accepted_ranks,
     ancestor_index,
     candidates_needed,
@@ -37,7 +37,6 @@ from dflash_jax.tree import (
     grow_tree,
     root_only_tree,
     top_candidates,
-    walk,
 )
 from pallas_kernels.dispatch import Implementation
 
@@ -163,24 +162,6 @@ def init_state(
 
 
 @struct.dataclass
-class Evidence:
-    """What rounds say about each of `RoundSpec.buckets` (K of them), summed over rounds; of inactive slots nothing.
-
-    Trees of one policy are nested, so a round tells exactly what every smaller budget would have emitted in it. Entries
-    of buckets above the budget that ran are those of that budget.
-
-    Attributes:
-      rounds: rounds in which the slot was active.
-      reached: tokens that a round of the bucket would have emitted, stop tokens and limits aside.
-      predicted: the same, as the drafter's probabilities expect it.
-    """
-
-    rounds: Int[Array, " B"]
-    reached: Float[Array, "B K"]
-    predicted: Float[Array, "B K"]
-
-
-@struct.dataclass
 class RoundOutput:
     """Tokens that one round (or one prefill) emitted; entries from `count` on mean nothing.
 
@@ -248,22 +229,11 @@ def verify(
     return target(rows, context, taps=taps, implementation=spec.implementation)
 
 
-def _cut(state: DecodeState, tokens: Int[Array, "B D"], count: Int[Array, " B"]) -> tuple[Array, Array]:
-    """How many tokens a slot really emits (stop tokens, its limit), and whether it goes on."""
-    order = jnp.arange(tokens.shape[1])
-    is_stop = jnp.any(tokens[:, :, None] == state.stop_ids[:, None, :], axis=2) & (order < count[:, None])
-    first_stop = jnp.min(jnp.where(is_stop, order, tokens.shape[1]), axis=1)
-    kept = jnp.minimum(jnp.minimum(count, first_stop + 1), state.remaining)
-    kept = jnp.where(state.active, kept, 0)
-    goes_on = state.active & (first_stop >= kept) & (state.remaining > kept)
-    return kept, goes_on
-
-
 def commit_walk(
-    state: DecodeState, output: TargetOutput, walked: Walk, spec: RoundSpec
+    state: DecodeState, output: TargetOutput, settled: Settled, spec: RoundSpec
 ) -> tuple[DecodeState, RoundOutput]:
     """Moves the accepted path into the caches, hands the taps on, advances the slots."""
-    count, active = _cut(state, walked.tokens, walked.count)
+    walked, count = settled.walked, settled.count
     cache = commit(
         state.cache,
         output.updates,
@@ -273,8 +243,6 @@ def commit_walk(
         count,
         spec.implementation,
     )
-    last = jnp.maximum(count - 1, 0)[:, None]
-    anchor = jnp.take_along_axis(walked.tokens, last, axis=1)[:, 0]
     taps, num_taps, next_tokens = state.taps, state.num_taps, state.next_tokens
     if output.taps is not None and taps is not None and spec.budget == 0:
         # No draft took the taps that wait: one more joins them.
@@ -286,34 +254,20 @@ def commit_walk(
         num_taps = count
         if next_tokens is not None:
             next_tokens = walked.tokens
-    bins = jnp.arange(state.histogram.shape[1])
     state = dataclasses.replace(
         state,
         cache=cache,
-        lengths=state.lengths + count,
-        anchor=jnp.where(count > 0, anchor, state.anchor),
+        lengths=settled.lengths,
+        anchor=settled.anchor,
         taps=taps,
         num_taps=num_taps,
-        active=active,
-        remaining=state.remaining - count,
-        histogram=state.histogram + ((bins == count[:, None]) & (count > 0)[:, None]),
+        active=settled.active,
+        remaining=settled.remaining,
+        histogram=settled.histogram,
         next_tokens=next_tokens,
         sampling=count_emitted(state.sampling, jnp.arange(count.shape[0]), walked.tokens, count),
     )
     return state, RoundOutput(tokens=walked.tokens, count=count)
-
-
-def tell(active: Bool[Array, " B"], tree: Tree, walked: Walk, spec: RoundSpec) -> Evidence:
-    """What a round with a tree says about all buckets."""
-    assert tree.log_probs is not None and tree.order is not None
-    active = active.astype(jnp.int32)
-    buckets = jnp.asarray(spec.buckets)
-    on_path = jnp.arange(walked.path.shape[1]) < walked.count[:, None]
-    taken = jnp.take_along_axis(tree.order, walked.path, axis=1)
-    reached = jnp.sum(on_path[:, :, None] & (taken[:, :, None] <= buckets), axis=1)
-    probability = jnp.where(tree.valid, jnp.exp(tree.log_probs), 0.0)
-    predicted = jnp.sum(probability[:, :, None] * (tree.order[:, :, None] <= buckets), axis=1)
-    return Evidence(active, (active[:, None] * reached).astype(jnp.float32), active[:, None] * predicted)
 
 
 def speculative_round(
@@ -362,11 +316,11 @@ def speculative_round(
     with jax.named_scope("rule"):
         chosen = spec.rule(logits, tree, state.lengths, state.sampling, draft_scores, target.vocabulary)
     with jax.named_scope("walk"):
-        walked = walk(tree, chosen)
-    evidence = tell(state.active, tree, walked, spec) if spec.buckets and spec.budget else None
+        settled = settle(state, tree, chosen, spec)
+    walked = settled.walked
     with jax.named_scope("commit"):
-        state, emitted = commit_walk(state, output, walked, spec)
-    emitted = dataclasses.replace(emitted, evidence=evidence)
+        state, emitted = commit_walk(state, output, settled, spec)
+    emitted = dataclasses.replace(emitted, evidence=settled.evidence)
     if spec.ranks and spec.budget:
         emitted = dataclasses.replace(emitted, ranks=accepted_ranks(tree, walked))
     if spec.logprobs:
@@ -537,7 +491,7 @@ def prefill(
     view = dataclasses.replace(
         state, active=last, remaining=state.remaining[slots], stop_ids=state.stop_ids[slots]
     )
-    emitted, active = _cut(view, first, jnp.ones((batch,), jnp.int32))
+    emitted, active = cut(view, first, jnp.ones((batch,), jnp.int32))
     state = dataclasses.replace(
         state,
         cache=cache,

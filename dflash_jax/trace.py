@@ -27,8 +27,9 @@ from dflash_jax.round import (
     prefill,
     verify,
 )
+from dflash_jax.settle import settle
 from dflash_jax.target import Target
-from dflash_jax.tree import SpineFirst, Tree, TreePolicy, Walk, build_tree, walk
+from dflash_jax.tree import SpineFirst, Tree, TreePolicy, Walk, build_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +70,9 @@ def _one_round(
     tree = build_tree(state.anchor, log_probs, spec.budget, spec.policy)
     output = verify(target, state, tree, drafter.config.target_layer_ids, spec)
     chosen = greedy(target.logits(output.hidden), tree, state.lengths, None, None, target.vocabulary)
-    walked = walk(tree, chosen)
-    state, emitted = commit_walk(state, output, walked, spec)
+    settled = settle(state, tree, chosen, spec)
+    walked = settled.walked
+    state, emitted = commit_walk(state, output, settled, spec)
     return state, emitted, log_probs[0], tree, chosen, walked
 
 

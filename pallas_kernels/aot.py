@@ -28,6 +28,7 @@ import pallas_kernels.gdn_scan.shapes
 import pallas_kernels.linear.shapes
 import pallas_kernels.tree_attention.shapes
 import pallas_kernels.tree_search.shapes
+import pallas_kernels.tree_walk.shapes
 from pallas_kernels.devices import GPUS, describe
 
 # Every kernel once, as one of two GPUs runs it with the default tree budget: what `make test` has time for.
@@ -46,6 +47,7 @@ SPILLS: tuple[tuple[str, str, int, str], ...] = (
     ("a6000", r"gdn_tree_128 .*/bfloat16/128", 528, _WIDEST),
     ("a100", r"gdn_tree_128 .*/bfloat16/128", 548, _WIDEST),
     ("h200", r"gdn_tree_128 .*/bfloat16/128", 2000, _WIDEST),
+    ("a6000", r"tree_search .*/31", 12, "three registers, once a round"),
     ("a6000", r"gdn_chunk_prepare .*/bundled/bfloat16/.*", 8, _BUNDLED),
     ("a100", r"gdn_chunk_prepare .*/bfloat16/.*", 44, _PREPARE),
     ("a6000", r"tree_attention .*27b.*/float32", 16, _PARITY),
@@ -87,6 +89,7 @@ def all_cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple
     yield from pallas_kernels.attention_front.shapes.cases(device_kind)
     yield from pallas_kernels.linear.shapes.cases(device_kind)
     yield from pallas_kernels.tree_search.shapes.cases(device_kind)
+    yield from pallas_kernels.tree_walk.shapes.cases(device_kind)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from dflash_jax import Engine, SamplingParams
 from dflash_jax.budget import LONGEST_BURST, BudgetController, LatencyCurve, buckets_of, choose
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.programs import Programs
-from dflash_jax.round import Evidence, RoundSpec, tell
+from dflash_jax.round import RoundSpec
+from dflash_jax.settle import Evidence, tell
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tree import Tree, Walk, build_tree, walk
 from tests.models import VOCAB, random_drafter, random_target
@@ -328,7 +329,7 @@ def test_a_round_tells_what_smaller_budgets_emit(seed: int):
         return tree, walk(tree, jnp.take_along_axis(jnp.asarray(text), tree.depths, axis=1))
 
     active = np.arange(slots) != 5
-    found = tell(jnp.asarray(active), *one(15), spec)
+    found = tell(jnp.asarray(active), *one(15), spec.buckets)
     assert np.array_equal(found.rounds, active)
     for k, budget in enumerate(BUCKETS[1:], 1):
         tree, walked = one(budget)

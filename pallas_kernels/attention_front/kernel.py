@@ -113,7 +113,7 @@ def attention_front(
         functools.partial(
             _kernel, stride=stride, kv_start=kv_start, eps=eps, zero_centered=zero_centered,
             block=pl.next_power_of_2(half), rest=pl.next_power_of_2(max(head_dim - 2 * half, 1)),
-        ),  # fmt: skip
+        ),
         grid=(rows, heads + 2 * kv_heads),
         out_shape=(
             jax.ShapeDtypeStruct((rows, heads, head_dim), q.dtype),

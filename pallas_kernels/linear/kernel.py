@@ -77,7 +77,7 @@ def _kernel(
         k_index = inside(k, width, block_in * splits)
         mask = live_row[:, None] & live_k[None, :]
         x = plgpu.load(x_ref.at[row_index[:, None], k_index[None, :]], mask=mask, other=0)
-        if update_ref is not None:
+        if update_ref is not None and sum_ref is not None:
             x = x + plgpu.load(update_ref.at[row_index[:, None], k_index[None, :]], mask=mask, other=0)
             writes = lax.rem(block, pl.num_programs(0)) == tile
             plgpu.store(sum_ref.at[row[:, None], k[None, :]], x, mask=mask & writes)
