@@ -35,6 +35,8 @@ from dflash_jax.tree import (
     candidates_needed,
     chain_tree,
     grow_tree,
+    is_plain_chain,
+    plain_chain,
     root_only_tree,
     top_candidates,
 )
@@ -238,7 +240,7 @@ def commit_walk(
         state.cache,
         output.updates,
         state.block_tables,
-        state.lengths,
+        settled.lengths - count,  # and not what was before, which may have been overwritten in place
         walked.path,
         count,
         spec.implementation,
@@ -304,9 +306,12 @@ def speculative_round(
             else:
                 depths, k = candidates_needed(length, target.config.vocab_size, spec.budget, spec.policy)
                 values, tokens = top_candidates(logits[:, :depths], k, target.vocabulary, spec.implementation)
-                tree = grow_tree(
-                    state.anchor, values, tokens, spec.budget, spec.policy, length, spec.implementation
-                )
+                if is_plain_chain(length, spec.budget, spec.policy):
+                    tree = plain_chain(state.anchor, values, tokens, length)
+                else:
+                    tree = grow_tree(
+                        state.anchor, values, tokens, spec.budget, spec.policy, length, spec.implementation
+                    )
         taps = drafter.config.target_layer_ids
     with jax.named_scope("verify"):
         output = verify(target, state, tree, taps, spec)

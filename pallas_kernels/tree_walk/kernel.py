@@ -142,6 +142,7 @@ def tree_walk(
     told = (jax.ShapeDtypeStruct((batch, len(buckets)), jnp.float32),) * 2 if buckets else ()
     if not buckets:
         order = log_probs = None
+    counters = range(7, 12) if order is None else range(9, 14)  # among the operands that are arrays
     return pl.pallas_call(
         functools.partial(_kernel, buckets=buckets),
         grid=(batch,),
@@ -149,6 +150,8 @@ def tree_walk(
             listed, listed, number, number, like(anchor), like(lengths), like(active), like(remaining),
             like(histogram), *told,
         ),
+        # The slots' counters in place: a loop would copy them into its own.
+        input_output_aliases={place: 4 + which for which, place in enumerate(counters)},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="tree_walk",
