@@ -15,6 +15,9 @@ A bucket larger than those that ran lately is taken to gain on the next smaller 
 **Exploration.** Rounds without a draft say nothing about drafts, and small trees nothing about large ones. Both are
 tried now and then, for as much time as a fixed share of the decoding time pays: it is what trying can cost at most.
 
+**Pace.** A burst with drafts ends by itself, on the device, once it has emitted fewer tokens than plain decoding would
+have in its time, some rounds of grace aside. So bursts can be long from the start, and a text that turns costs little.
+
 **Bursts.** A burst also costs what the host takes to start it and to read its results, which is nothing beside a round
 of a large model and many rounds of a tiny one. It is measured with the curve, and bursts are as long as makes it small.
 """
@@ -50,9 +53,11 @@ EXPLORATION, REINVESTED, SAVED_LOOKS = 0.01, 0.25, 4
 # Seconds that a device idles at least if the host waits for its results, and how often a new text is not worth a draft.
 HOST_SECONDS, SURPRISE = 5e-4, 0.1
 # Rounds a burst: first or when trying, and at most, with drafts and without, unless starting a burst costs more than
-# these shares of its time: of the first one of a text that is known well enough, and of the longest.
+# these shares of its time: of the first one, and of the longest.
 FIRST_BURST, LONGEST_BURST, LONGEST_PLAIN_BURST = 2, 16, 64
-FIRST_SHARE, LONGEST_SHARE = 0.05, 0.01
+FIRST_SHARE, LONGEST_SHARE = 0.01, 0.01
+# Rounds of one token each that a burst with drafts may have before it ends by itself.
+PATIENCE = 3
 
 
 def buckets_of(block_size: int, on_cpu: bool) -> tuple[int, ...]:
@@ -167,6 +172,7 @@ class BudgetController:
         self._since_trial = 0
         self._burst = FIRST_BURST
         self._last = -1
+        self._pace = (0.0, 0.0)
 
     @property
     def curve(self) -> LatencyCurve:
@@ -224,16 +230,22 @@ class BudgetController:
             )
             if best != self._last or self._fresh:
                 first = 4 * FIRST_BURST if best else LONGEST_BURST  # a plain round has nothing to tell
-                first = max(first, min(curve.rounds_for(best, FIRST_SHARE), longest))
-                self._burst = FIRST_BURST if best and self.unsure() else first
+                self._burst = max(first, min(curve.rounds_for(best, FIRST_SHARE), longest))
             index, rounds, self._last = best, self._burst, best
             self._burst = min(2 * self._burst, longest)
         rounds = min(rounds, most)
+        pace = curve.seconds[index] / curve.seconds[0]
+        self._pace = (pace, PATIENCE * (pace - 1)) if index and pace > 1 else (0.0, 0.0)
         if index == 0:  # nothing new on drafts, and what is known grows old
             self._short.weaken(SHORT_MEMORY**rounds)
             self._stale[:] = True
         self._fresh = False
         return index, rounds
+
+    @property
+    def pace(self) -> tuple[float, float]:
+        """Of the last `next`: the tokens a round, less some tokens of grace, below which its burst ends by itself."""
+        return self._pace
 
     def ran(self, index: int, rounds: int) -> None:
         """Takes in how many rounds of a burst there were before its texts ended."""

@@ -238,6 +238,7 @@ class Programs:
         own: Any = None,
         slots: Any = None,
         *,
+        pace: tuple[float, float] = (0.0, 0.0),
         compile_only: bool = False,
     ) -> tuple[DecodeState, tuple[RoundOutput, Int[Array, "W H"]]] | None:
         """Up to `max_rounds` rounds on the device for the slots marked by `own` (None: for all).
@@ -253,14 +254,17 @@ class Programs:
           own: a mark for each of the B.
           slots: numbers, all different, of the W slots that the rounds hold, by row of the results; None for all B.
             The rounds cost as much as in a state of W slots, and a copy of what these hold besides pages.
+          pace: see `round.decode`.
           compile_only: whether nothing is run.
         """
         loop, whole = max_rounds is not None, state.anchor.shape[0]
 
-        def run(weights: Any, state: DecodeState, max_rounds: Array, own: Array, *slots: Array) -> Any:
+        def run(
+            weights: Any, state: DecodeState, max_rounds: Array, own: Array, pace: Array, *slots: Array
+        ) -> Any:
             models = self._models(weights, spec)
             part = take_slots(state, *slots) if slots else state
-            part, output = rounds.decode(*models, part, max_rounds if loop else None, spec, buffer, own)
+            part, output = rounds.decode(*models, part, max_rounds if loop else None, spec, buffer, own, pace)
             histogram = jnp.copy(part.histogram)
             return put_slots(state, part, *slots) if slots else part, (output, histogram)
 
@@ -269,7 +273,7 @@ class Programs:
         chosen = () if slots is None else (np.asarray(slots, np.int32),)
         marked = marked[chosen] if chosen else marked
         limit = np.asarray(max_rounds or 0, np.int32)
-        arguments = ([w.leaves for w in weights], state, limit, marked, *chosen)
+        arguments = ([w.leaves for w in weights], state, limit, marked, np.asarray(pace, np.float32), *chosen)
         key, rows = (spec, buffer, loop, len(marked), bool(chosen)), len(marked) * (spec.budget + 1)
         program = self._get(key, "decode", run, arguments, weights, rows)
         return None if compile_only else program(*arguments)

@@ -343,6 +343,7 @@ def decode(
     spec: RoundSpec,
     buffer: int,
     own: Bool[Array, " B"] | None = None,
+    pace: Float[Array, "2"] | None = None,
 ) -> tuple[DecodeState, RoundOutput]:
     """Repeats the round on the device until no slot is active, `max_rounds` are done, or the buffer could overflow.
 
@@ -351,6 +352,8 @@ def decode(
       buffer: tokens a slot that the output can hold; at least spec.max_emitted.
       own: the slots that these rounds are for, None for all. Others, which may be in the middle of a prompt or decode
         by another spec, stay exactly as they are.
+      pace: with `Evidence`: tokens that each round of a slot must have emitted, and how many may be missing in all, for
+        the rounds to go on.
     """
     width = spec.max_emitted
     slots = state.anchor.shape[0]
@@ -362,7 +365,11 @@ def decode(
     def going(carry: Carry, limit: Array) -> Array:
         state, output, rounds = carry
         fits = jnp.max(output.count) + width <= buffer
-        return jnp.any(state.active) & (rounds < limit) & fits
+        keeps_up = True
+        if pace is not None and output.evidence is not None:
+            due = pace[0] * jnp.sum(output.evidence.rounds) - pace[1]
+            keeps_up = jnp.sum(output.count) >= due
+        return jnp.any(state.active) & (rounds < limit) & fits & keeps_up
 
     def body(carry: Carry) -> Carry:
         state, output, rounds = carry

@@ -508,12 +508,13 @@ class Scheduler:
             # drafting wait for the end of a burst.
             if self._prefilling or len(lanes) > 1 or any(r.params.stop for r in lane):
                 rounds = 1
-            controller, bucket, buffer = None, 0, self._buffer(spec)
+            controller, bucket, buffer, pace = None, 0, self._buffer(spec), (0.0, 0.0)
             width = next(width for width in self._widths if width >= len(lane))
             if draft.buckets:
                 controller = self.engine.controllers[self.curve_key(draft)]
                 controller.use(width)
                 bucket, rounds = controller.next(rounds)
+                pace = controller.pace
                 spec = dataclasses.replace(spec, budget=draft.buckets[bucket])
             used = [r.slot for r in lane if r.slot is not None]
             own = np.zeros((self.slots,), bool)
@@ -523,7 +524,7 @@ class Scheduler:
             assert self._state is not None
             begun = time.perf_counter()
             limit = None if self._single else rounds
-            result = self.engine.programs.decode(self._state, limit, spec, buffer, own, places)
+            result = self.engine.programs.decode(self._state, limit, spec, buffer, own, places, pace=pace)
             assert result is not None
             self._state, (output, histogram) = result
             most = min(rounds * spec.max_emitted, buffer)

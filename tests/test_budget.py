@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, SamplingParams
-from dflash_jax.budget import LONGEST_BURST, BudgetController, LatencyCurve, buckets_of, choose
+from dflash_jax.budget import LONGEST_BURST, PATIENCE, BudgetController, LatencyCurve, buckets_of, choose
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.programs import Programs
 from dflash_jax.round import RoundSpec
@@ -33,6 +33,12 @@ def evidence(rounds: int, reached: list[float], predicted: list[float] | None = 
     return Evidence(np.asarray([rounds]), *table)  # type: ignore[arg-type]
 
 
+def lasting(controller: BudgetController, rounds: int, rate: float) -> int:
+    """Rounds that the device runs of a burst if each emits so many tokens."""
+    pace, grace = controller.pace
+    return next((n for n in range(1, rounds) if n * rate < n * pace - grace), rounds)
+
+
 def settle(
     controller: BudgetController, law: list[float], bursts: int = 60, most: int = 256
 ) -> list[tuple[int, int]]:
@@ -41,6 +47,7 @@ def settle(
     for _ in range(bursts):
         index, rounds = controller.next(most)
         assert 1 <= rounds <= most
+        rounds = lasting(controller, rounds, law[index])
         ran.append((index, rounds))
         controller.ran(index, rounds)
         if index:
@@ -128,7 +135,7 @@ def decode(controller: BudgetController, law: list[float], tokens: int = 160) ->
     left, taken = float(tokens), dict.fromkeys(range(len(law)), 0)
     while left > 0:
         index, rounds = controller.next(256)
-        rounds = min(rounds, int(np.ceil(left / law[index])))
+        rounds = min(lasting(controller, rounds, law[index]), int(np.ceil(left / law[index])))
         left -= rounds * law[index]
         taken[index] += rounds
         if index:
@@ -180,7 +187,7 @@ def test_the_weak_start_of_a_text_does_not_end_its_drafts():
     for _ in range(2):
         controller.new_request(1)
         index, rounds = controller.next(256)
-        controller.observe(index, evidence(rounds, [1, 1.5, 1.5, 1.5]))
+        controller.observe(index, evidence(lasting(controller, rounds, 1.2), [1, 1.2, 1.2, 1.2]))
         assert controller.next(256)[0] > 0
         settle(controller, [1, 4.2, 6.0, 7.0])
 
@@ -204,7 +211,8 @@ def test_bursts_are_long_where_starting_one_is_expensive(law: list[float], floor
         left, spent = 200.0, 0.0
         while left > 0:
             index, rounds = controller.next(256)
-            rounds = min(rounds, int(np.ceil(left / law[index])))  # the device stops at the end of the text
+            # The device stops at the end of the text.
+            rounds = min(lasting(controller, rounds, law[index]), int(np.ceil(left / law[index])))
             spent += TINY.start + rounds * TINY.seconds[index]
             left -= rounds * law[index]
             controller.ran(index, rounds)
@@ -295,6 +303,28 @@ def test_tokens_are_autoregressive_while_buckets_change(forced: Forced, batch: i
         assert sum(r.tree_budgets.values()) == r.rounds == sum(r.accepted_length_histogram)
         assert set(r.tree_budgets) == set(BUCKETS)
         assert r.tree_budgets[r.tree_budget] == max(r.tree_budgets.values())
+
+
+def test_a_burst_that_falls_behind_ends_by_itself(forced: Forced, monkeypatch: pytest.MonkeyPatch):
+    """Three tokens a round are due from the fourth round on, which random models do not reach; one always is."""
+    forced.plan = itertools.cycle([(1, 16)])
+    rounds = []
+    monkeypatch.setattr(forced, "ran", lambda index, count: rounds.append(count))
+    for pace, longest in (((3.0, 6.0), 4), ((1.0, 0.0), 16)):
+        rounds.clear()
+        monkeypatch.setattr(Forced, "pace", pace)
+        assert [r.token_ids for r in engine().generate(prompts()[:1], AUTO)] == expected()[:1]
+        assert max(rounds) == longest
+
+
+def test_the_pace_is_that_of_plain_decoding():
+    controller = BudgetController(LatencyCurve(BUCKETS, (1.0, 2.5, 3.0, 4.0)))
+    settle(controller, [1, 6.0, 6.1, 6.2])
+    assert controller.next(256)[0] == 1 and controller.pace == (2.5, PATIENCE * 1.5)
+    settle(controller, [1, 1.1, 1.1, 1.1])
+    assert controller.next(256)[0] == 0 and controller.pace == (0.0, 0.0)
+    cheap = BudgetController(LatencyCurve(BUCKETS, (1.0, 0.9, 3.0, 4.0)))  # whatever it emits, a draft pays
+    assert cheap.next(256)[0] == 1 and cheap.pace == (0.0, 0.0)
 
 
 def test_autoregressive_rounds_leave_the_drafters_context_as_trees_do(forced: Forced):

@@ -31,8 +31,8 @@ def blocked(monkeypatch):
     """Handing a burst over returns at its end, as on a GPU; the bursts that were handed over."""
     decode, bursts = engine().programs.decode, []
 
-    def wait(state, max_rounds, spec, buffer, own=None, slots=None, *, compile_only=False):
-        result = decode(state, max_rounds, spec, buffer, own, slots, compile_only=compile_only)
+    def wait(state, max_rounds, spec, buffer, own=None, slots=None, **options):
+        result = decode(state, max_rounds, spec, buffer, own, slots, **options)
         if result is not None:
             jax.block_until_ready(result)
             time.sleep(WAIT)

@@ -52,11 +52,11 @@ def widths(monkeypatch) -> list[int]:
     """Of the rounds that are handed over."""
     decode, seen = engine().programs.decode, []
 
-    def note(state, max_rounds, spec, buffer, own=None, slots=None, *, compile_only=False):
+    def note(state, max_rounds, spec, buffer, own=None, slots=None, *, compile_only=False, **options):
         if not compile_only:
             seen.append(SLOTS if slots is None else len(slots))
             assert slots is None or len(set(slots)) == len(slots)
-        return decode(state, max_rounds, spec, buffer, own, slots, compile_only=compile_only)
+        return decode(state, max_rounds, spec, buffer, own, slots, compile_only=compile_only, **options)
 
     monkeypatch.setattr(engine().programs, "decode", note)
     return seen
