@@ -43,6 +43,7 @@ def _kernel(
     predicted_ref=None,  # [B, K]
     *,
     buckets: tuple[int, ...],
+    barrier,
 ):
     rows, depth, stops, bins = tokens_ref.shape[1], path_ref.shape[1], stop_ids_ref.shape[1], histogram_ref.shape[1]
     slot = pl.program_id(0)
@@ -76,17 +77,20 @@ def _kernel(
     stop_ids = plgpu.load(stop_ids_ref.at[slot, jnp.minimum(stop, stops - 1)], mask=stop < stops, other=-1)
     ends = jnp.max((emitted[:, None] == stop_ids[None, :]).astype(jnp.int32), axis=1) > 0
     first_stop = jnp.min(jnp.where(ends & (step < walked), step, depth))
+    # The counters are written where they are read: every thread must have read them first.
     active, remaining = active_ref[slot], remaining_ref[slot]
+    anchor, length = anchor_ref[slot], lengths_ref[slot]
+    bin_ = jnp.arange(pl.next_power_of_2(bins))
+    histogram = plgpu.load(histogram_ref.at[slot, jnp.minimum(bin_, bins - 1)])
+    barrier()
     count = jnp.minimum(jnp.minimum(walked, first_stop + 1), remaining)
     count = jnp.where(active, count, 0)
     last = jnp.sum(jnp.where(step == count - 1, emitted, 0))
     count_ref[slot] = count
-    new_anchor_ref[slot] = jnp.where(count > 0, last, anchor_ref[slot])
-    new_lengths_ref[slot] = lengths_ref[slot] + count
+    new_anchor_ref[slot] = jnp.where(count > 0, last, anchor)
+    new_lengths_ref[slot] = length + count
     new_active_ref[slot] = active & (first_stop >= count) & (remaining > count)
     new_remaining_ref[slot] = remaining - count
-    bin_ = jnp.arange(pl.next_power_of_2(bins))
-    histogram = plgpu.load(histogram_ref.at[slot, jnp.minimum(bin_, bins - 1)])
     histogram = histogram + ((bin_ == count) & (count > 0)).astype(jnp.int32)
     plgpu.store(new_histogram_ref.at[slot, bin_], histogram, mask=bin_ < bins)
 
@@ -144,7 +148,9 @@ def tree_walk(
         order = log_probs = None
     counters = range(7, 12) if order is None else range(9, 14)  # among the operands that are arrays
     return pl.pallas_call(
-        functools.partial(_kernel, buckets=buckets),
+        functools.partial(
+            _kernel, buckets=buckets, barrier=(lambda: None) if interpret else plgpu.debug_barrier
+        ),
         grid=(batch,),
         out_shape=(
             listed, listed, number, number, like(anchor), like(lengths), like(active), like(remaining),
