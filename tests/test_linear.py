@@ -9,9 +9,10 @@ import pytest
 
 from pallas_kernels import linear as op
 from pallas_kernels.dispatch import UnsupportedError, recording
-from pallas_kernels.linear import kernel
+from pallas_kernels.linear import kernel, table
 from pallas_kernels.linear.configs import Config
 from pallas_kernels.linear.shapes import DTYPES, PRODUCTS, ROWS, cases
+from pallas_kernels.linear.table import Product
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 IMPLEMENTATIONS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
@@ -85,7 +86,9 @@ def test_logits_in_fp32_of_a_model_in_bf16(implementation: str):
 
 
 @pytest.mark.gpu
-def test_many_rows_and_fp32_are_left_to_xla_unless_asked():
+def test_what_is_not_measured_to_be_faster_is_left_to_xla_unless_asked(monkeypatch: pytest.MonkeyPatch):
+    known = {Product(16, 32, 64): Config(16, 64, 1, 4, 4), Product(16, 32, 64, norm=True): Config(16, 64, 1, 4, 4)}
+    monkeypatch.setattr(table, "_table", lambda kind: known)
     few, many = jnp.ones((16, 64), jnp.bfloat16), jnp.ones((65, 64), jnp.bfloat16)
     weight = jnp.ones((32, 64), jnp.bfloat16)
 
@@ -95,6 +98,7 @@ def test_many_rows_and_fp32_are_left_to_xla_unless_asked():
         return choices["linear"]
 
     assert served("auto", few, weight) == {"pallas"}
+    assert served("auto", few, weight[:16]) == {"xla"}
     assert served("auto", many, weight) == {"xla"}
     assert served("auto", few.astype(jnp.float32), weight.astype(jnp.float32)) == {"xla"}
     assert served("pallas", many, weight) == {"pallas"}

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, resolve, target_device, unsupported_device
-from pallas_kernels.linear import kernel, reference
-from pallas_kernels.linear.configs import config_for
+from pallas_kernels.linear import kernel, reference, table
+from pallas_kernels.linear.configs import Config, config_for
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 # Beyond, a product is no longer bound by reading weights, and the compiler's own are as good.
@@ -24,11 +24,28 @@ def unsupported(x: Float[Array, "... i"], weight: Float[Array, "o i"]) -> str | 
     return None
 
 
-def slower(x: Float[Array, "... i"]) -> str | None:
-    """Why XLA's own kernels are the better ones for these rows, or None."""
+def _measured(x: Float[Array, "... i"], weight: Float[Array, "o i"], swiglu: bool, norm: bool) -> Config | str:
+    """The config of these products, or why XLA's own kernels are the better ones."""
     if (rows := math.prod(x.shape[:-1])) > MAX_ROWS:
         return f"{rows} rows are more than {MAX_ROWS}"
-    return None if x.dtype == jnp.bfloat16 else f"{x.dtype} products are not bound by memory"
+    if x.dtype != jnp.bfloat16:
+        return f"{x.dtype} products are not bound by memory"
+    out, columns = weight.shape[0] // (2 if swiglu else 1), weight.shape[1]
+    product = table.Product.of(rows, out, columns, swiglu, norm)
+    kind = target_device().device_kind
+    return table.lookup(kind, product) or f"not measured to be faster than XLA's for {out} x {columns} on {kind!r}"
+
+
+def _config(measured: Config | str, x: Float[Array, "... i"], weight: Float[Array, "o i"], swiglu: bool) -> Config:
+    """Of a product that the kernel has to serve, measured or not."""
+    if isinstance(measured, Config):
+        return measured
+    out, rows = weight.shape[0] // (2 if swiglu else 1), math.prod(x.shape[:-1])
+    return config_for(target_device().device_kind, rows, out, weight.shape[1], weight.dtype.itemsize)
+
+
+def _reason(measured: Config | str) -> str | None:
+    return measured if isinstance(measured, str) else None
 
 
 def linear(
@@ -54,18 +71,21 @@ def linear(
       UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    if resolve("linear", implementation, unsupported(x, weight), slower(x)) == "xla":
+    measured = _measured(x, weight, swiglu, norm=False)
+    if resolve("linear", implementation, unsupported(x, weight), _reason(measured)) == "xla":
         return reference.linear(x, weight, bias, swiglu=swiglu, dtype=dtype)
-    return kernel.linear(
-        x, None, None, weight, bias, swiglu=swiglu, dtype=dtype, config=_config(x, weight, swiglu)
-    )[1]
+    config = _config(measured, x, weight, swiglu)
+    return kernel.linear(x, None, None, weight, bias, swiglu=swiglu, dtype=dtype, config=config)[1]
 
 
 def joins_norm(x: Float[Array, "... i"], implementation: Implementation = "auto") -> bool:
     """Whether `norm_linear` of these rows beats a norm of its own: where launches cost more than reading rows again."""
     if x.shape[-1] > MAX_NORM_WIDTH or math.prod(x.shape[:-1]) > MAX_ROWS or unsupported_device(target_device()):
         return False
-    return implementation == "pallas" or (implementation == "auto" and slower(x) is None)
+    if implementation == "auto":
+        kind, rows = target_device().device_kind, math.prod(x.shape[:-1])
+        return x.dtype == jnp.bfloat16 and table.joins_norms(kind, rows, x.shape[-1])
+    return implementation == "pallas"
 
 
 def norm_linear(
@@ -97,17 +117,12 @@ def norm_linear(
       UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    if resolve("norm_linear", implementation, unsupported(x, weight), slower(x)) == "xla":
+    measured = _measured(x, weight, swiglu, norm=True)
+    if resolve("norm_linear", implementation, unsupported(x, weight), _reason(measured)) == "xla":
         return reference.norm_linear(
             x, update, gain, weight, bias, eps=eps, zero_centered=zero_centered, swiglu=swiglu, dtype=dtype
         )
     return kernel.linear(
         x, update, gain, weight, bias, eps=eps, zero_centered=zero_centered, swiglu=swiglu, dtype=dtype,
-        config=_config(x, weight, swiglu),
+        config=_config(measured, x, weight, swiglu),
     )  # fmt: skip
-
-
-def _config(x: Float[Array, "... i"], weight: Float[Array, "o i"], swiglu: bool) -> kernel.Config:
-    out = weight.shape[0] // (2 if swiglu else 1)
-    kind = target_device().device_kind
-    return config_for(kind, math.prod(x.shape[:-1]), out, weight.shape[1], weight.dtype.itemsize)
