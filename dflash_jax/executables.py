@@ -30,6 +30,7 @@ from flax import nnx
 from jax.experimental import serialize_executable
 
 import pallas_kernels
+from pallas_kernels.linear import table
 
 # The oldest programs go first beyond so much.
 MOST_BYTES = 2 << 30
@@ -183,6 +184,7 @@ def _environment(devices: Sequence[jax.Device]) -> str:
     return repr(
         (
             source_digest(),
+            table.digest(first.device_kind),
             host,
             versions,
             [(d.id, d.device_kind) for d in devices],

@@ -143,8 +143,8 @@ def test_what_ended_processes_left_is_removed(folder):
 
 def test_models_of_other_classes_are_not_kept(folder):
     class Own(Target):
-        def logits(self, hidden):
-            return -super().logits(hidden)
+        def logits(self, hidden, implementation="xla"):
+            return -super().logits(hidden, implementation)
 
     def other(kind: type[Target]) -> Engine:
         target = random_target(3, layers=2)

@@ -65,7 +65,7 @@ class ToyTarget:
     def embed(self, tokens: jax.Array) -> jax.Array:
         return tokens[..., None].astype(jnp.float32)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, implementation: str = "xla") -> jax.Array:
         table = jnp.asarray(np.concatenate([t.reshape(-1, WORDS) for t in tables()]))
         return table[hidden[..., 0].astype(jnp.int32)]
 

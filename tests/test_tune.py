@@ -85,6 +85,7 @@ def test_the_users_table_comes_before_the_shipped_one(folders: Path):
     table.write(table.user_folder() / table.file_name(kind), {product: FASTER, other: None}, {"device": kind})
     table.forget()
     assert table.lookup(kind, product) == FASTER and not table.joins_norms(kind, 5, 256)
+    assert table.digest(kind) != table.digest("another") == "[]"
     assert table.user_folder() == folders / "dflash-jax" / "linear"
 
 

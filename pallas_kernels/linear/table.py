@@ -3,7 +3,7 @@
 A product of a few rows takes as long as its weights take to be read, so a kernel wins or loses by a few per cent, and
 by how much depends on the device and on the shape. What no file names is XLA's. Files of measured devices come with the
 package; `python -m benchmarks.tune` measures the products of a model on the device at hand and keeps them in the user's
-cache folder, where they take precedence.
+cache folder, where they take precedence (in runs of one process).
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+
+import jax
 
 from pallas_kernels.linear.configs import Config
 
@@ -89,7 +91,8 @@ def write(path: Path, found: Mapping[Product, Config | None], notes: Mapping[str
 @functools.cache
 def _table(device_kind: str) -> dict[Product, Config]:
     found: dict[Product, Config | None] = {}
-    for folder in (SHIPPED, user_folder()):
+    # Processes of one run must make the same program, and have homes of their own.
+    for folder in (SHIPPED, user_folder()) if jax.process_count() == 1 else (SHIPPED,):
         path = folder / file_name(device_kind)
         if path.is_file():
             found |= read(path)
@@ -99,6 +102,11 @@ def _table(device_kind: str) -> dict[Product, Config]:
 def forget() -> None:
     """Files are read again."""
     _table.cache_clear()
+
+
+def digest(device_kind: str) -> str:
+    """Stands for all that programs take from tables."""
+    return repr(sorted((p, dataclasses.astuple(c)) for p, c in _table(device_kind).items()))
 
 
 def lookup(device_kind: str, product: Product) -> Config | None:
