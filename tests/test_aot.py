@@ -79,9 +79,11 @@ def test_a_whole_round_on_two_devices_compiles_and_is_held_to_its_limit(tmp_path
     assert done.returncode == 1 and "FAILED: 2 x a6000: at most" in done.stdout, (done.stdout, done.stderr)
     found = json.loads((tmp_path / "found.json").read_text())
     chain = found["programs"]["chain"]
+    # No table says for an A6000 which products the kernel serves better.
+    assert chain["kernels"].pop("linear") == "xla"
     assert set(chain["kernels"].values()) == {"pallas"}
     # Two sums a layer, of target and drafter; two embeddings, fc and the normaliser, some of which travel together.
-    assert 2 * (4 + 5) + 3 <= chain["all-reduce"] <= 2 * (4 + 5) + 6
+    assert 2 * (4 + 5) + 2 <= chain["all-reduce"] <= 2 * (4 + 5) + 6
     assert 0 < chain["all-gather"] <= 2
     # Weights, drafter and caches are the arguments, to within alignment and small things.
     parts = sum(found["parts"].values())
@@ -129,7 +131,7 @@ ptxas info    : Used 255 registers, used 1 barriers, 96 bytes cumulative stack s
 @pytest.mark.parametrize("name", GPUS)
 def test_every_named_spill_is_of_a_real_case(name: str) -> None:
     cases = [case for case, _, _ in aot.all_cases(GPUS[name].kind)]
-    kernels = ("tree_attention", "gdn_tree_64", "gdn_tree_128", "gdn_chunk_prepare", "gdn_chunk_walk")
+    kernels = ("tree_attention", "gdn_tree_64", "gdn_tree_128", "gdn_chunk_prepare", "gdn_chunk_walk", "tree_search")
     for places, pattern, most, why in aot.SPILLS:
         assert set(places.split()) <= GPUS.keys() and most > 0 and why
         if name not in places.split():

@@ -56,14 +56,14 @@ def test_a_sound_pair_passes_and_an_injected_token_fails(pair: list[str]):
 
 
 def test_a_walk_that_accepts_a_draft_unseen_is_caught(pair: list[str], tmp_path: Path, monkeypatch, capsys):
-    walk = dflash_jax.round.walk
+    walk = dflash_jax.settle.walk
 
     def careless(tree, chosen):
         if tree.max_depth == 0:
             return walk(tree, chosen)
         return walk(tree, chosen.at[:, 0].set(tree.tokens[:, 1]))
 
-    monkeypatch.setattr(dflash_jax.round, "walk", careless)
+    monkeypatch.setattr(dflash_jax.settle, "walk", careless)
     file = tmp_path / "audit.json"
     assert main([*pair, "--json", str(file)]) == 1
     findings = json.loads(file.read_text())["findings"]
