@@ -1,6 +1,7 @@
 """What a scheduler keeps of a request on its way, and of results that the device still works on."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -81,10 +82,12 @@ class Request:
             self.cached = self.prefilled
         self.reads, self.slot_histogram = self.prompt + self.emitted, np.zeros((1,), int)
 
-    def count_rounds(self, budget: int, histogram: np.ndarray) -> int:
-        """Takes in the slot's histogram after a burst of this budget; returns its rounds."""
+    def count_rounds(self, budgets: Mapping[int, int] | int, histogram: np.ndarray) -> int:
+        """Takes in the slot's histogram after a burst of one budget, or of so many rounds of each; returns all."""
         rounds = int(histogram.sum() - self.slot_histogram.sum())
-        self.budgets[budget] = self.budgets.get(budget, 0) + rounds
+        for budget, count in ({budgets: rounds} if isinstance(budgets, int) else budgets).items():
+            if count:
+                self.budgets[budget] = self.budgets.get(budget, 0) + count
         # States of different kinds have histograms of different lengths.
         total = np.zeros((max(len(self.histogram), len(histogram)),), int)
         for part, sign in ((self.histogram, 1), (histogram, 1), (self.slot_histogram, -1)):
@@ -104,9 +107,7 @@ class Flight:
       spec: the rounds.
       width: slots that they hold.
       most: tokens that a slot can have emitted in them.
-      controller: what chose their budget, where that is adaptive; `bucket` is its index.
-      begun: when the host began to hand them over.
-      alone: whether nothing else keeps the device or the host busy until they land, so that their time is known.
+      controller: of the budget, where that is adaptive; `bucket` is the index of the one that it chose on the host.
     """
 
     owners: list[tuple[int, Request]]
@@ -117,8 +118,6 @@ class Flight:
     most: int = 1
     controller: BudgetController | None = None
     bucket: int = 0
-    begun: float = 0.0
-    alone: bool = False
 
     @property
     def ready(self) -> bool:
@@ -133,11 +132,6 @@ def prefill_spec(spec: RoundSpec) -> RoundSpec:
         spec, budget=min(spec.budget, 1), block_size=1, policy=SpineFirst(), rule=rule, sampled_draft=False,
         ranks=False, buckets=(),
     )  # fmt: skip
-
-
-def rounds_of(spec: RoundSpec) -> list[RoundSpec]:
-    """The rounds that requests of this spec may use, by bucket; the spec alone where the budget is fixed."""
-    return [dataclasses.replace(spec, budget=b) for b in spec.buckets] or [spec]
 
 
 def token_logprobs(output: RoundOutput, row: int, count: int, alternatives: int | None) -> list[TokenLogprob]:

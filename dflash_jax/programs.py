@@ -21,12 +21,14 @@ from jaxtyping import Array, Int
 from dflash_jax import executables
 from dflash_jax import round as rounds
 from dflash_jax.config import DrafterConfig
+from dflash_jax.decoding import decode
 from dflash_jax.drafter import Drafter
 from dflash_jax.mtp import MTP
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
 from dflash_jax.sampling import SamplingState
 from dflash_jax.sharding import REPLICATED, named, parameter_specs, shard_program, state_specs
 from dflash_jax.slots import admit_slot, assign_pages, copy_slot, put_slots, release_slots, take_slots
+from dflash_jax.steering import Steering
 from dflash_jax.target import Target
 from pallas_kernels import dispatch
 
@@ -238,7 +240,7 @@ class Programs:
         own: Any = None,
         slots: Any = None,
         *,
-        pace: tuple[float, float] = (0.0, 0.0),
+        steering: Steering | None = None,
         compile_only: bool = False,
     ) -> tuple[DecodeState, tuple[RoundOutput, Int[Array, "W H"]]] | None:
         """Up to `max_rounds` rounds on the device for the slots marked by `own` (None: for all).
@@ -250,21 +252,21 @@ class Programs:
           state: of B slots.
           max_rounds: see above.
           spec: the rounds.
-          buffer: see `round.decode`.
+          buffer: see `decoding.decode`.
           own: a mark for each of the B.
           slots: numbers, all different, of the W slots that the rounds hold, by row of the results; None for all B.
             The rounds cost as much as in a state of W slots, and a copy of what these hold besides pages.
-          pace: see `round.decode`.
+          steering: see `decoding.decode`.
           compile_only: whether nothing is run.
         """
         loop, whole = max_rounds is not None, state.anchor.shape[0]
 
         def run(
-            weights: Any, state: DecodeState, max_rounds: Array, own: Array, pace: Array, *slots: Array
+            weights: Any, state: DecodeState, max_rounds: Array, own: Array, steering: Steering | None, *slots: Array
         ) -> Any:
             models = self._models(weights, spec)
             part = take_slots(state, *slots) if slots else state
-            part, output = rounds.decode(*models, part, max_rounds if loop else None, spec, buffer, own, pace)
+            part, output = decode(*models, part, max_rounds if loop else None, spec, buffer, own, steering)
             histogram = jnp.copy(part.histogram)
             return put_slots(state, part, *slots) if slots else part, (output, histogram)
 
@@ -273,8 +275,9 @@ class Programs:
         chosen = () if slots is None else (np.asarray(slots, np.int32),)
         marked = marked[chosen] if chosen else marked
         limit = np.asarray(max_rounds or 0, np.int32)
-        arguments = ([w.leaves for w in weights], state, limit, marked, np.asarray(pace, np.float32), *chosen)
-        key, rows = (spec, buffer, loop, len(marked), bool(chosen)), len(marked) * (spec.budget + 1)
+        arguments = ([w.leaves for w in weights], state, limit, marked, steering, *chosen)
+        key = (spec, buffer, loop, len(marked), bool(chosen), steering is not None)
+        rows = len(marked) * (spec.budget + 1)
         program = self._get(key, "decode", run, arguments, weights, rows)
         return None if compile_only else program(*arguments)
 

@@ -1,7 +1,7 @@
 """One speculative round, draft → tree → verify → walk → commit, as a pure function of (models, state).
 
 Everything stays on the device. A chain is the tree whose every node has one child, and autoregressive decoding is the
-tree of one row; there is no other path. `decode` repeats the round in a `lax.while_loop`.
+tree of one row; there is no other path. `decoding.decode` repeats the round in a `lax.while_loop`.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from dflash_jax.sampling import (
     TokenLogprobs,
     count_emitted,
     count_prompt,
-    empty_logprobs,
     token_logprobs,
 )
 from dflash_jax.settle import Evidence, Settled, cut, settle
@@ -58,7 +57,7 @@ class RoundSpec:
       implementation: kernel choice.
       ranks: whether rounds that draft also return which sibling was accepted at each depth.
       mtp: the target's own head drafts `budget` tokens, one after the other, instead of a drafter its block.
-      buckets: budgets, ascending, between which a controller switches (`budget.py`); rounds then return `Evidence` for
+      buckets: budgets, ascending, between which rounds switch (`steering.py`); those that draft return `Evidence` for
         them. Rounds of budget 0 keep the drafter's context complete if there are any.
     """
 
@@ -83,6 +82,11 @@ class RoundSpec:
     def max_emitted(self) -> int:
         """Most tokens that one round can emit for a slot."""
         return self.block_size if self.budget else 1
+
+
+def rounds_of(spec: RoundSpec) -> list[RoundSpec]:
+    """The rounds that requests of this spec may use, by bucket; the spec alone where the budget is fixed."""
+    return [dataclasses.replace(spec, budget=b) for b in spec.buckets] or [spec]
 
 
 @struct.dataclass
@@ -167,7 +171,8 @@ def init_state(
 class RoundOutput:
     """Tokens that one round (or one prefill) emitted; entries from `count` on mean nothing.
 
-    `ranks`, where the spec asks for them, are those of `tree.accepted_ranks`.
+    `ranks`, where the spec asks for them, are those of `tree.accepted_ranks`. Rounds that choose their own budgets also
+    return how many of a slot took each bucket, and what to steer the next ones by.
     """
 
     tokens: Int[Array, "B D"]
@@ -175,6 +180,8 @@ class RoundOutput:
     logprobs: TokenLogprobs | None = None
     ranks: Int[Array, "B D"] | None = None
     evidence: Evidence | None = None
+    used: Int[Array, "B K"] | None = None
+    beliefs: Float[Array, " M"] | None = None
 
 
 def write_context(drafter: Drafter, state: DecodeState) -> Float[Array, "Ld P S 2 K d"]:
@@ -333,107 +340,6 @@ def speculative_round(
         on_path = target.vocabulary.gather(on_path)
         emitted = dataclasses.replace(emitted, logprobs=token_logprobs(on_path, walked.tokens))
     return state, emitted
-
-
-def decode(
-    target: Target,
-    drafter: Drafter | MTP | None,
-    state: DecodeState,
-    max_rounds: Int[Array, ""] | None,
-    spec: RoundSpec,
-    buffer: int,
-    own: Bool[Array, " B"] | None = None,
-    pace: Float[Array, "2"] | None = None,
-) -> tuple[DecodeState, RoundOutput]:
-    """Repeats the round on the device until no slot is active, `max_rounds` are done, or the buffer could overflow.
-
-    Args:
-      max_rounds: None for one round without a loop, whether or not a slot is active.
-      buffer: tokens a slot that the output can hold; at least spec.max_emitted.
-      own: the slots that these rounds are for, None for all. Others, which may be in the middle of a prompt or decode
-        by another spec, stay exactly as they are.
-      pace: with `Evidence`: tokens that each round of a slot must have emitted, and how many may be missing in all, for
-        the rounds to go on.
-    """
-    width = spec.max_emitted
-    slots = state.anchor.shape[0]
-    Carry = tuple[DecodeState, RoundOutput, Array]
-    before = state
-    if own is not None:
-        state = dataclasses.replace(state, active=state.active & own)
-
-    def going(carry: Carry, limit: Array) -> Array:
-        state, output, rounds = carry
-        fits = jnp.max(output.count) + width <= buffer
-        keeps_up = True
-        if pace is not None and output.evidence is not None:
-            due = pace[0] * jnp.sum(output.evidence.rounds) - pace[1]
-            keeps_up = jnp.sum(output.count) >= due
-        return jnp.any(state.active) & (rounds < limit) & fits & keeps_up
-
-    def body(carry: Carry) -> Carry:
-        state, output, rounds = carry
-        state, fresh = speculative_round(target, drafter, state, spec)
-        order = jnp.arange(width)
-        place = jnp.where(order < fresh.count[:, None], output.count[:, None] + order, buffer)
-
-        def append(kept: Array, new: Array) -> Array:
-            return kept.at[jnp.arange(slots)[:, None], place].set(new, mode="drop")
-
-        tokens = append(output.tokens, fresh.tokens)
-        logprobs = jax.tree.map(append, output.logprobs, fresh.logprobs)
-        ranks = jax.tree.map(append, output.ranks, fresh.ranks)
-        evidence = jax.tree.map(jnp.add, output.evidence, fresh.evidence)
-        return state, RoundOutput(tokens, output.count + fresh.count, logprobs, ranks, evidence), rounds + 1
-
-    empty = RoundOutput(tokens=jnp.zeros((slots, buffer), jnp.int32), count=jnp.zeros((slots,), jnp.int32))
-    if spec.logprobs:
-        logprobs = empty_logprobs(slots, buffer, target.config.vocab_size)
-        empty = dataclasses.replace(empty, logprobs=logprobs)
-    if spec.ranks and spec.budget:
-        empty = dataclasses.replace(empty, ranks=jnp.zeros_like(empty.tokens))
-    if spec.buckets and spec.budget:
-        sums = jnp.zeros((slots, len(spec.buckets)), jnp.float32)
-        empty = dataclasses.replace(empty, evidence=Evidence(jnp.zeros((slots,), jnp.int32), sums, sums))
-
-    def repeat(carry: Carry, limit: Array) -> Carry:
-        return jax.lax.while_loop(lambda c: going(c, limit), body, carry)
-
-    def write_taps(state: DecodeState) -> DecodeState:
-        """Rounds without a draft leave their taps to the next one; once written, there is room for so many more."""
-        assert isinstance(drafter, Drafter)
-        cache = dataclasses.replace(state.cache, draft_kv=write_context(drafter, state))
-        return dataclasses.replace(state, cache=cache, num_taps=jnp.zeros_like(state.num_taps))
-
-    def stretch(carry: Carry) -> Carry:
-        state, output, rounds = carry
-        assert max_rounds is not None and state.taps is not None
-        room = state.taps.shape[1]
-        return repeat((write_taps(state), output, rounds), jnp.minimum(rounds + room, max_rounds))
-
-    start = (state, empty, jnp.zeros((), jnp.int32))
-    plain = bool(spec.buckets) and not spec.budget
-    if max_rounds is None:
-        state, output, _ = body((write_taps(state) if plain else state, *start[1:]))
-    elif plain:
-        state, output, _ = jax.lax.while_loop(lambda c: going(c, max_rounds), stretch, start)
-    else:
-        state, output, _ = repeat(start, max_rounds)
-    if own is not None:
-        state = _restore(state, before, own)
-    return state, output
-
-
-def _restore(state: DecodeState, before: DecodeState, own: Bool[Array, " B"]) -> DecodeState:
-    """Gives the slots that are not `own` back what a round changes even in a slot that is not active."""
-
-    def pick(new: Array, old: Array) -> Array:
-        return jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-    names = ("active", "num_taps", "taps", "next_tokens")
-    return dataclasses.replace(
-        state, **{name: jax.tree.map(pick, getattr(state, name), getattr(before, name)) for name in names}
-    )
 
 
 def prefill(

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.acceptance import greedy, reject_and_resample, sample
-from dflash_jax.budget import BudgetController, measure_curve
+from dflash_jax.budget import BudgetController, measure_curve, unsteered
+from dflash_jax.decoding import NOT_DRAFTED
 from dflash_jax.errors import UserError
-from dflash_jax.flights import Flight, Request, prefill_spec, rounds_of, token_logprobs
+from dflash_jax.flights import Flight, Request, prefill_spec, token_logprobs
 from dflash_jax.pages import PagePool
 from dflash_jax.prefix_cache import Prefix, PrefixCache
 from dflash_jax.request import Chunk, Completion, SamplingParams, TokenLogprob
-from dflash_jax.round import DecodeState, RoundSpec
+from dflash_jax.round import DecodeState, RoundSpec, rounds_of
 from dflash_jax.sampling import SamplingNeeds, rounded_up, slot_settings, widened
 from dflash_jax.stopping import StopUpdate
 
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 BURST_TOKENS = 256
 # Prefill chunks between two states that are kept of a prompt, beside the one at its end.
 CHUNKS_PER_PREFIX = 4
-# Rounds of a burst whose time says how long a round takes, and not how long a call takes.
-SHORTEST_TIMED = 4
 
 
 def widths_of(slots: int) -> tuple[int, ...]:
@@ -120,7 +119,6 @@ class Scheduler:
         self._made_for = RoundSpec(0)  # the kind of request that the state was made for
         self.needs: SamplingNeeds | None = None
         self._logprobs = False
-        self._landed = 0.0  # when the newest results had come
         self._refused: tuple[Any, ...] = ()  # a request for which there were too few pages, and when that was
 
     # ---------------------------------------------------------------- from outside
@@ -186,14 +184,12 @@ class Scheduler:
             # The device has nothing left to do meanwhile, and less if a text has ended. Of several processes one might
             # see it earlier than another, and hand over another program.
             chunks, landing = self._land_all(landing), []
-        if self._admit():  # which may have compiled
-            landing = [dataclasses.replace(flight, alone=False) for flight in landing]
+        self._admit()
         if self._lazy and not self._grow(landing):
             # There are too few pages for what may be coming: first see what has come.
             chunks, landing = chunks + self._land_all(landing), []
             while not self._grow(landing):
                 self._preempt()
-        quiet = not self._prefilling
         if self._prefilling:
             self._prefill_chunk(self._prefilling[0])
         if self._flying and not self._single:
@@ -201,10 +197,6 @@ class Scheduler:
             chunks, landing, self._flying = chunks + self._land_all([*landing, *self._flying]), [], []
         if self._interleave or not self._prefilling:
             self._decode()
-        if quiet and len(self._flying) == 1:
-            self._flying[0].alone = True
-        if any(f.controller is not None and f.bucket and f.controller.unsure() for f in self._flying):
-            landing, self._flying = [*landing, *self._flying], []
         return chunks + self._land_all(landing)
 
     def check(self) -> None:
@@ -407,13 +399,16 @@ class Scheduler:
                 programs.prefill, self._state, 0, padding, 1, True, prefill_spec(spec), compile_only=True
             )
         ]
-        rounds = rounds_of(spec)
-        limit = None if self._single else 1
+        rounds, limit, steering = rounds_of(spec), None, None
+        if not self._single:
+            rounds, limit = [spec], 1
+            steering = unsteered(len(spec.buckets)) if spec.buckets else None
         for width in self._widths:
             places = self._places(range(width))
             jobs += [
                 functools.partial(
-                    programs.decode, self._state, limit, one, self._buffer(spec), slots=places, compile_only=True
+                    programs.decode, self._state, limit, one, self._buffer(spec), slots=places, steering=steering,
+                    compile_only=True,
                 )
                 for one in rounds
             ]
@@ -425,7 +420,7 @@ class Scheduler:
             curves = {}
             for width in self._widths:
                 self._state, curves[width] = measure_curve(
-                    programs, self._state, rounds, self._buffer(spec), self.engine.page_size,
+                    programs, self._state, spec, self._buffer(spec), self.engine.page_size,
                     loop=not self._single, places=self._places(range(width)),
                 )  # fmt: skip
             controllers[key] = BudgetController(curves)
@@ -508,27 +503,30 @@ class Scheduler:
             # drafting wait for the end of a burst.
             if self._prefilling or len(lanes) > 1 or any(r.params.stop for r in lane):
                 rounds = 1
-            controller, bucket, buffer, pace = None, 0, self._buffer(spec), (0.0, 0.0)
+            controller, bucket, buffer, steering = None, 0, self._buffer(spec), None
             width = next(width for width in self._widths if width >= len(lane))
             if draft.buckets:
                 controller = self.engine.controllers[self.curve_key(draft)]
                 controller.use(width)
-                bucket, rounds = controller.next(rounds)
-                pace = controller.pace
-                spec = dataclasses.replace(spec, budget=draft.buckets[bucket])
+                if self._single:
+                    bucket = controller.next()
+                    spec = dataclasses.replace(spec, budget=draft.buckets[bucket])
+                else:
+                    steering = controller.steering()
             used = [r.slot for r in lane if r.slot is not None]
             own = np.zeros((self.slots,), bool)
             own[used] = True
             places = self._places([*used, *(slot for slot in range(self.slots) if not own[slot])][:width])
             owners = list(zip(used if places is None else range(len(used)), lane, strict=True))
             assert self._state is not None
-            begun = time.perf_counter()
             limit = None if self._single else rounds
-            result = self.engine.programs.decode(self._state, limit, spec, buffer, own, places, pace=pace)
+            result = self.engine.programs.decode(self._state, limit, spec, buffer, own, places, steering=steering)
             assert result is not None
             self._state, (output, histogram) = result
+            if controller is not None and output.beliefs is not None:
+                controller.steered(output.beliefs)
             most = min(rounds * spec.max_emitted, buffer)
-            self._flying.append(Flight(owners, output, histogram, spec, width, most, controller, bucket, begun))
+            self._flying.append(Flight(owners, output, histogram, spec, width, most, controller, bucket))
 
     def _places(self, slots: Sequence[int]) -> Sequence[int] | None:
         """What `Programs.decode` is told for these slots: None where they are all, in whichever order."""
@@ -542,9 +540,6 @@ class Scheduler:
     def _land(self, flight: Flight) -> list[tuple[Request, Chunk]]:
         """Waits for results and hands them to their requests; ends those that are done."""
         output, histogram = jax.device_get((flight.output, flight.histogram))
-        begun, landed = max(flight.begun, self._landed), time.perf_counter()
-        self._landed = landed
-        rounds = 0
         chunks, ended = [], []
         for row, request in flight.owners:
             if request.slot is None:
@@ -557,23 +552,22 @@ class Scheduler:
             request.logprobs += logprobs
             if histogram is None:
                 request.first_token = request.first_token or time.perf_counter()
+            elif output.used is None:
+                request.count_rounds(flight.spec.budget, histogram[row])
             else:
-                rounds = max(rounds, request.count_rounds(flight.spec.budget, histogram[row]))
+                used = zip(flight.spec.buckets, output.used[row].tolist(), strict=True)
+                request.count_rounds(dict(used), histogram[row])
             if output.ranks is not None and self.engine.on_ranks is not None:
-                self.engine.on_ranks(request.number, output.ranks[row, :count].tolist())
+                drafted = [rank for rank in output.ranks[row, :count].tolist() if rank != NOT_DRAFTED]
+                self.engine.on_ranks(request.number, drafted)
             if update.finish_reason is not None:
                 ended.append(request)
             if update.token_ids or update.finish_reason is not None:
                 chunks.append((request, self._chunk(request, update, logprobs)))
         self._release(ended)
-        if (controller := flight.controller) is not None:
+        if (controller := flight.controller) is not None and self._single:
             controller.use(flight.width)
-            if output.evidence is not None:
-                controller.observe(flight.bucket, output.evidence)
-            controller.ran(flight.bucket, rounds)
-            # Processes must not choose differently, so of several none looks at its own clock.
-            if flight.alone and rounds >= SHORTEST_TIMED and jax.process_count() == 1:
-                controller.timed(flight.bucket, landed - begun, rounds)
+            controller.observe(flight.bucket, output.evidence)
         return chunks
 
     def _release(self, requests: Sequence[Request]) -> None:

@@ -26,6 +26,7 @@ import pallas_kernels.add_norm.shapes
 import pallas_kernels.attention_front.shapes
 import pallas_kernels.gdn_scan.shapes
 import pallas_kernels.linear.shapes
+import pallas_kernels.scalars.shapes
 import pallas_kernels.tree_attention.shapes
 import pallas_kernels.tree_search.shapes
 import pallas_kernels.tree_walk.shapes
@@ -90,6 +91,7 @@ def all_cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple
     yield from pallas_kernels.linear.shapes.cases(device_kind)
     yield from pallas_kernels.tree_search.shapes.cases(device_kind)
     yield from pallas_kernels.tree_walk.shapes.cases(device_kind)
+    yield from pallas_kernels.scalars.shapes.cases(device_kind)
 
 
 @contextmanager

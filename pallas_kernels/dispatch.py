@@ -17,7 +17,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "pallas")
 PALLAS_OPS: frozenset[str] = frozenset(
     {
         "add_norm", "attention_front", "draft_candidates", "gdn_mixer", "gdn_scan", "linear", "norm_linear",
-        "tree_attention", "tree_search", "tree_walk",
+        "scalars", "tree_attention", "tree_search", "tree_walk",
     }
 )
 # What the kernels need: asynchronous copies and bf16 products came with Ampere.

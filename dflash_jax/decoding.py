@@ -1,0 +1,213 @@
+"""Rounds repeated on the device in a `lax.while_loop`: all of one budget, or each of the budget that pays best."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dflash_jax import steering as steer
+from dflash_jax.drafter import Drafter
+from dflash_jax.mtp import MTP
+from dflash_jax.round import DecodeState, RoundOutput, RoundSpec, rounds_of, speculative_round, write_context
+from dflash_jax.sampling import empty_logprobs
+from dflash_jax.settle import Evidence
+from dflash_jax.steering import PLAIN_ROUNDS, Steering
+from dflash_jax.target import Target
+from pallas_kernels.scalars import scalars
+
+# Among `RoundOutput.ranks`: the token of a round that drafted nothing.
+NOT_DRAFTED = -2
+
+Carry = tuple[DecodeState, RoundOutput, Array]
+
+
+def decode(
+    target: Target,
+    drafter: Drafter | MTP | None,
+    state: DecodeState,
+    max_rounds: Int[Array, ""] | None,
+    spec: RoundSpec,
+    buffer: int,
+    own: Bool[Array, " B"] | None = None,
+    steering: Steering | None = None,
+) -> tuple[DecodeState, RoundOutput]:
+    """Repeats the round on the device until no slot is active, `max_rounds` are done, or the buffer could overflow.
+
+    Args:
+      max_rounds: None for one round without a loop, whether or not a slot is active.
+      buffer: tokens a slot that the output can hold; at least spec.max_emitted.
+      own: the slots that these rounds are for, None for all. Others, which may be in the middle of a prompt or decode
+        by another spec, stay exactly as they are.
+      steering: each round takes the one of `spec.buckets` that `steering.decide` names; None: all take `spec.budget`.
+    """
+    before = state
+    if own is not None:
+        state = dataclasses.replace(state, active=state.active & own)
+    start = (state, _empty(target, spec, state.anchor.shape[0], buffer, steering), jnp.zeros((), jnp.int32))
+    loop = _Loop(target, drafter, spec, buffer, max_rounds)
+    if steering is not None:
+        state, output, _ = loop.steered(start, steering)
+    elif spec.buckets and not spec.budget:
+        state, output, _ = loop.without_drafts(start)
+    elif max_rounds is None:
+        state, output, _ = loop.one(start, spec)
+    else:
+        state, output, _ = loop.repeat(start, spec, max_rounds)
+    if own is not None:
+        state = _restore(state, before, own)
+    return state, output
+
+
+def _empty(target: Target, spec: RoundSpec, slots: int, buffer: int, steering: Steering | None) -> RoundOutput:
+    """What no round has emitted."""
+    output = RoundOutput(tokens=jnp.zeros((slots, buffer), jnp.int32), count=jnp.zeros((slots,), jnp.int32))
+    if spec.logprobs:
+        output = dataclasses.replace(output, logprobs=empty_logprobs(slots, buffer, target.config.vocab_size))
+    if spec.ranks and spec.budget:
+        output = dataclasses.replace(output, ranks=jnp.zeros_like(output.tokens))
+    buckets = len(spec.buckets)
+    if steering is not None:
+        used = jnp.zeros((slots, buckets), jnp.int32)
+        return dataclasses.replace(output, used=used, beliefs=jnp.asarray(steering.beliefs))
+    if buckets and spec.budget:
+        sums = jnp.zeros((slots, buckets), jnp.float32)
+        return dataclasses.replace(output, evidence=Evidence(jnp.zeros((slots,), jnp.int32), sums, sums))
+    return output
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """The rounds of one call of `decode`, whose arguments these are."""
+
+    target: Target
+    drafter: Drafter | MTP | None
+    spec: RoundSpec
+    buffer: int
+    max_rounds: Array | None
+
+    def going(self, carry: Carry, limit: Array) -> Array:
+        state, output, rounds = carry
+        fits = jnp.max(output.count) + self.spec.max_emitted <= self.buffer
+        return jnp.any(state.active) & (rounds < limit) & fits
+
+    def one(self, carry: Carry, spec: RoundSpec) -> Carry:
+        """One round of this spec, its tokens put behind those that are there. The evidence is that of the round."""
+        state, output, rounds = carry
+        state, fresh = speculative_round(self.target, self.drafter, state, spec)
+        slots, order = jnp.arange(state.anchor.shape[0])[:, None], jnp.arange(spec.max_emitted)
+        place = jnp.where(order < fresh.count[:, None], output.count[:, None] + order, self.buffer)
+
+        def append(kept: Array, new: Array) -> Array:
+            return kept.at[slots, place].set(new, mode="drop")
+
+        if output.ranks is not None and fresh.ranks is None:
+            fresh = dataclasses.replace(fresh, ranks=jnp.full_like(fresh.tokens, NOT_DRAFTED))
+        output = dataclasses.replace(
+            output,
+            tokens=append(output.tokens, fresh.tokens),
+            count=output.count + fresh.count,
+            logprobs=jax.tree.map(append, output.logprobs, fresh.logprobs),
+            ranks=jax.tree.map(append, output.ranks, fresh.ranks),
+            evidence=fresh.evidence,
+        )
+        return state, output, rounds + 1
+
+    def repeat(self, carry: Carry, spec: RoundSpec, limit: Array) -> Carry:
+        """Rounds of one spec, until there have been `limit`. Their evidence is added up."""
+
+        def body(carry: Carry) -> Carry:
+            state, output, rounds = self.one(carry, spec)
+            evidence = jax.tree.map(jnp.add, carry[1].evidence, output.evidence)
+            return state, dataclasses.replace(output, evidence=evidence), rounds
+
+        return jax.lax.while_loop(lambda carry: self.going(carry, limit), body, carry)
+
+    def without_drafts(self, carry: Carry) -> Carry:
+        """Rounds of budget 0 that keep the drafter's context complete; as many as `max_rounds` says."""
+        plain = dataclasses.replace(self.spec, budget=0)
+        if self.max_rounds is None:
+            return self.one((self._write_taps(carry[0]), *carry[1:]), plain)
+        limit = self.max_rounds
+        return jax.lax.while_loop(lambda c: self.going(c, limit), lambda c: self.stretch(c, plain), carry)
+
+    def stretch(self, carry: Carry, plain: RoundSpec) -> Carry:
+        """As many rounds without a draft as leave room for their taps, which then wait for whoever drafts next."""
+        state, output, rounds = carry
+        assert self.max_rounds is not None and state.taps is not None
+        room = min(state.taps.shape[1], PLAIN_ROUNDS)
+        return self.repeat(
+            (self._write_taps(state), output, rounds), plain, jnp.minimum(rounds + room, self.max_rounds)
+        )
+
+    def _write_taps(self, state: DecodeState) -> DecodeState:
+        """The taps that wait go into the draft KV; then there is room for as many more."""
+        assert isinstance(self.drafter, Drafter)
+        cache = dataclasses.replace(state.cache, draft_kv=write_context(self.drafter, state))
+        return dataclasses.replace(state, cache=cache, num_taps=jnp.zeros_like(state.num_taps))
+
+    def steered(self, carry: Carry, steering: Steering) -> Carry:
+        """Rounds that each take the budget of which most is expected, see `steering.py`."""
+        assert self.max_rounds is not None
+        limit, budgets = self.max_rounds, self.spec.buckets
+        seconds, size = jnp.asarray(steering.seconds), steering.beliefs.shape[0]
+
+        def decide(beliefs: Array, told: Array, index: int | None) -> tuple[Array, Array, Array]:
+            """Beliefs from what was told of the round before, beliefs after deciding on the next, and its bucket."""
+            step = functools.partial(steer.step, index=index, budgets=budgets)
+            found = scalars(
+                step, beliefs, seconds, told, results=2 * size + 1, implementation=self.spec.implementation
+            )
+            chosen = jnp.where(steering.forced >= 0, steering.forced, found[-1].astype(jnp.int32))
+            return found[:size], found[size : 2 * size], chosen
+
+        def learn(carry: Carry, decided: Array, told: Array, new: Array, index: int) -> tuple[Carry, Array, Array]:
+            """The next carry, of a round of bucket `index` that each slot has had `new` times."""
+            state, output, rounds = carry
+            assert output.used is not None
+            beliefs, decided, chosen = decide(decided, told, index)
+            used = output.used + new[:, None] * (jnp.arange(len(budgets)) == index)
+            output = dataclasses.replace(output, used=used, beliefs=beliefs, evidence=None)
+            return (state, output, rounds), decided, chosen
+
+        def plain(carry: Carry, decided: Array, spec: RoundSpec) -> tuple[Carry, Array, Array]:
+            after = self.stretch(carry, spec)
+            told = (after[2] - carry[2]).astype(jnp.float32)[None]
+            return learn(after, decided, told, jnp.sum(after[0].histogram - carry[0].histogram, axis=1), 0)
+
+        def drafting(carry: Carry, decided: Array, spec: RoundSpec, index: int) -> tuple[Carry, Array, Array]:
+            after = self.one(carry, spec)
+            evidence = after[1].evidence
+            assert evidence is not None
+            rounds = evidence.rounds.astype(jnp.float32)
+            told = jnp.sum(jnp.concatenate([rounds[:, None], evidence.reached, evidence.predicted], axis=1), axis=0)
+            return learn(after, decided, told, evidence.rounds, index)
+
+        branches: list[Callable[[Carry, Array], tuple[Carry, Array, Array]]] = []
+        for index, spec in enumerate(rounds_of(self.spec)):
+            if spec.budget:
+                branches.append(functools.partial(drafting, spec=spec, index=index))
+            else:
+                branches.append(functools.partial(plain, spec=spec))
+
+        beliefs, decided, chosen = decide(jnp.asarray(steering.beliefs), jnp.asarray(steering.keep)[None], None)
+        carry = carry[0], dataclasses.replace(carry[1], beliefs=beliefs), carry[2]
+        return jax.lax.while_loop(
+            lambda c: self.going(c[0], limit),
+            lambda c: jax.lax.switch(c[2], branches, c[0], c[1]),
+            (carry, decided, chosen),
+        )[0]
+
+
+def _restore(state: DecodeState, before: DecodeState, own: Bool[Array, " B"]) -> DecodeState:
+    """Gives the slots that are not `own` back what a round changes even in a slot that is not active."""
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    names = ("active", "num_taps", "taps", "next_tokens")
+    return dataclasses.replace(
+        state, **{name: jax.tree.map(pick, getattr(state, name), getattr(before, name)) for name in names}
+    )
