@@ -14,10 +14,12 @@ COLLECTIVES, COLLECTIVE_OPS = "collectives", r"^(all-reduce|all-gather|reduce-sc
 # The first pattern that a kernel's name has in it decides.
 KINDS: tuple[tuple[str, str], ...] = (
     (COLLECTIVES, r"nccl|all_?reduce|all_?gather|AllReduce|AllGather"),
-    ("products", r"gemm|nvjet|cutlass|cublas|splitKreduce|dot"),
+    ("products", r"gemm|nvjet|cutlass|cublas|splitKreduce|dot|^linear"),
     ("delta rule", r"gdn_tree|gdn_step|gdn_chunk|gdn_commit"),
     ("front and gated norm", r"gdn_front|gdn_gated_norm"),
     ("attention", r"tree_attention"),
+    ("attention front", r"attention_front"),
+    ("tree", r"tree_search|tree_walk|draft_chunks|draft_candidates"),
     ("residual norm", r"add_norm"),
     ("sort and top-k", r"sort|TopK|topk"),
     ("copies", r"^Mem(cpy|set)|memcpy|memset"),

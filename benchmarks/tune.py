@@ -2,8 +2,7 @@
 
 For every product of a round (16, 32 and 64 rows) it times XLA's own kernels and the Pallas kernel in many configs, and
 keeps the winners in the user's cache folder, where every later run finds them (`pallas_kernels.linear.table`). Until
-then products of a device without a shipped table are XLA's. In narrow models it also tries the norm before a product
-within it, and keeps that where it pays for all products that follow a norm together.
+then products of a device without a shipped table are XLA's.
 
 Products of shapes that the published models share are measured for the package with `--shape NAME,NAME --ship`.
 """
@@ -33,20 +32,15 @@ from dflash_jax.errors import UserError
 from dflash_jax.layers import Embedding, Joined, Linear, join
 from dflash_jax.sharding import check_divides
 from dflash_jax.target import Target
-from pallas_kernels.add_norm import kernel as add_norm_kernel
 from pallas_kernels.dispatch import target_device, unsupported_device
 from pallas_kernels.linear import kernel, reference, table
-from pallas_kernels.linear.api import MAX_NORM_WIDTH
 from pallas_kernels.linear.configs import Config
 from pallas_kernels.linear.table import Product
 
-# Maps that read a norm; the others read what a mixer or an MLP has made.
-AFTER_NORM = ("in_proj", "qkv_proj", "q_proj", "kv_proj", "gate_up_proj")
 # Weights of a loop, more than a cache holds.
 ROTATED_BYTES = 300e6
 # A kernel must be faster by so much: XLA's needs no table.
 WORTH = 1.01
-NORM = {"eps": 1e-6, "zero_centered": True}
 
 
 def products_of(target: TargetConfig, drafter: DrafterConfig | None, tp: int) -> set[Product]:
@@ -70,9 +64,8 @@ def products_of(target: TargetConfig, drafter: DrafterConfig | None, tp: int) ->
                 continue  # a table to look up, not a product
             out, columns = module.weight.shape
             swiglu = name == "gate_up_proj"
-            norms = (False, True) if name in AFTER_NORM and columns <= MAX_NORM_WIDTH else (False,)
-            for rows, norm in itertools.product(table.ROWS, norms):
-                found.add(Product(rows, out // (2 if swiglu else 1), columns, swiglu, norm))
+            for rows in table.ROWS:
+                found.add(Product(rows, out // (2 if swiglu else 1), columns, swiglu))
     return found
 
 
@@ -85,9 +78,9 @@ def candidates(product: Product, most: int) -> list[Config]:
         (16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8), (3, 4, 5)
     ):
         programs = math.ceil(product.out / block_out) * splits
-        tiles = product.rows * (2 if product.norm else 1) + block_out * (2 if product.swiglu else 1)
+        tiles = product.rows + block_out * (2 if product.swiglu else 1)
         if (
-            (splits > 1 and (product.norm or product.swiglu))
+            (splits > 1 and product.swiglu)
             or product.columns % (block_in * splits)
             or 2 * stages * tiles * block_in > shared
             or block_out * block_in > 16384
@@ -104,21 +97,13 @@ Call = Callable[[Array, Array], Array]
 
 
 def calls(product: Product, most: int, interpret: bool) -> Iterator[tuple[str | Config, Call]]:
-    """What to time, by name or config: x and weights -> product. XLA's product of a norm has the norm before it."""
+    """What to time, by name or config: x and weights -> product."""
     options: dict[str, Any] = {"swiglu": product.swiglu, "dtype": jnp.bfloat16}
-
-    def before(x: Array) -> Array:
-        if not product.norm:
-            return x
-        gain = jnp.ones((product.columns,), x.dtype)
-        return add_norm_kernel.add_norm(x, jnp.zeros_like(x), gain, **NORM, interpret=interpret)[1]
-
-    yield "xla", lambda x, w: reference.linear(before(x), w, None, **options)
+    yield "xla", lambda x, w: reference.linear(x, w, None, **options)
     for config in candidates(product, most):
 
         def call(x: Array, w: Array, config: Config = config) -> Array:
-            update, gain = (jnp.zeros_like(x), jnp.ones((product.columns,), x.dtype)) if product.norm else (None, None)
-            return kernel.linear(x, update, gain, w, None, **NORM, **options, config=config, interpret=interpret)[1]
+            return kernel.linear(x, w, None, **options, config=config, interpret=interpret)
 
         yield config, call
 
@@ -161,26 +146,11 @@ def measure(product: Product, most: int, seconds: float, interpret: bool, thread
 
 
 def choose(times: dict[Product, dict[str | Config, float]]) -> dict[Product, Config | None]:
-    """The fastest config of each product, None for XLA's; norms within products for all of a width or for none."""
-    best: dict[Product, tuple[float, Config | None]] = {}
+    """The fastest config of each product, None for XLA's."""
+    chosen: dict[Product, Config | None] = {}
     for product, own in times.items():
         config = min((c for c in own if isinstance(c, Config)), key=lambda c: own[c], default=None)
-        if config is None or own["xla"] < WORTH * own[config]:
-            best[product] = own["xla"], None
-        else:
-            best[product] = own[config], config
-    chosen = {product: config for product, (_, config) in best.items() if not product.norm}
-    for rows, columns in {(p.rows, p.columns) for p in best if p.norm}:
-        group = [p for p in best if p.norm and (p.rows, p.columns) == (rows, columns)]
-        inside = sum(best[p][0] if best[p][1] else math.inf for p in group)
-        # Apart, the products of one norm share it: what it takes is counted for each, so a tie goes to them.
-        apart = 0.0
-        for p in group:
-            plain = Product(p.rows, p.out, p.columns, p.swiglu)
-            norm = max(times[p]["xla"] - times[plain]["xla"], 0.0)
-            apart += best[plain][0] + norm
-        for p in group:
-            chosen[p] = best[p][1] if inside < apart else None
+        chosen[product] = None if config is None or own["xla"] < WORTH * own[config] else config
     return chosen
 
 
@@ -194,7 +164,7 @@ def run(args: argparse.Namespace, pairs: Iterable[tuple[TargetConfig, DrafterCon
     path = (table.SHIPPED if args.ship else table.user_folder()) / table.file_name(kind)
     print(f"{len(products)} products of a round on {kind}; the winners go to {path}", flush=True)
     began, times = time.monotonic(), {}
-    for product in sorted(products, key=lambda p: (p.norm, p)):  # plain ones first: norms are compared with them
+    for product in sorted(products):
         if time.monotonic() - began > args.seconds:
             print(f"stopped after {args.seconds:.0f} s: {len(products) - len(times)} products are left", flush=True)
             break
@@ -202,8 +172,7 @@ def run(args: argparse.Namespace, pairs: Iterable[tuple[TargetConfig, DrafterCon
         config = min((c for c in own if isinstance(c, Config)), key=lambda c: own[c], default=None)
         found = "nothing compiled" if config is None else f"{own[config] * 1e6:8.1f} us, {config}"
         print(f"{product}: XLA {own['xla'] * 1e6:8.1f} us, Pallas {found}", flush=True)
-    measured = {p for p in times if not p.norm or Product(p.rows, p.out, p.columns, p.swiglu) in times}
-    chosen = choose({p: times[p] for p in measured})
+    chosen = choose(times)
     if path.is_file():
         chosen = table.read(path) | chosen
     table.write(path, chosen, {"device": kind, "jax": jax.__version__})

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.layers import Linear, Normed, RMSNorm, project_joined
+from dflash_jax.layers import Linear, RMSNorm, project_joined
 from pallas_kernels.attention_front import attention_front
 from pallas_kernels.attention_front.reference import paged_kv, rotated_queries
 from pallas_kernels.dispatch import Implementation
@@ -100,7 +100,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B N D"] | Normed,
+        x: Float[Array, "B N D"],
         cos: Float[Array, "B N h"],
         sin: Float[Array, "B N h"],
         mask: Bool[Array, "B N N"] | None,

@@ -13,7 +13,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.layers import Linear, Normed, project_joined
+from dflash_jax.layers import Linear, project_joined
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gdn_mixer import gated_norm, gdn_front
 from pallas_kernels.gdn_mixer.reference import convolve, l2norm
@@ -115,7 +115,7 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B N D"] | Normed,
+        x: Float[Array, "B N D"],
         valid: Bool[Array, "B N"],
         ancestors: Bool[Array, "B N N"] | None,
         conv_taps: Int[Array, "B N W"] | None,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention import Attention
 from dflash_jax.config import DrafterConfig
-from dflash_jax.layers import Linear, Normed, RMSNorm, SwiGLU, rope_tables
+from dflash_jax.layers import Linear, RMSNorm, SwiGLU, rope_tables
 from dflash_jax.sharding import local_slice
 from pallas_kernels.dispatch import Implementation
 
@@ -122,11 +122,12 @@ class Drafter(nnx.Module):
         positions = lengths[:, None] + jnp.arange(rows)
         cos, sin = rope_tables(self.config.rope, positions)
         masks = self.block_masks(batch, rows)
-        source = Normed(self.layers[0].input_layernorm, embeddings, None, implementation)
+        x = embeddings
+        normed = self.layers[0].input_layernorm(x)
         for index, layer in enumerate(self.layers):
             with jax.named_scope("draft_layer"):
                 mixed, _ = layer.self_attn(
-                    source,
+                    normed,
                     cos,
                     sin,
                     masks[index],
@@ -138,8 +139,7 @@ class Drafter(nnx.Module):
                     positions=positions,
                     implementation=implementation,
                 )
-                source = Normed(layer.post_attention_layernorm, source.total, mixed, implementation)
-                update = layer.mlp(source, implementation)
+                x, normed = layer.post_attention_layernorm.add(x, mixed, implementation)
                 after = self.layers[index + 1].input_layernorm if index + 1 < len(self.layers) else self.norm
-                source = Normed(after, source.total, update, implementation)
-        return source.normed()
+                x, normed = after.add(x, layer.mlp(normed, implementation), implementation)
+        return normed

@@ -19,7 +19,7 @@ from dflash_jax.sharding import ROWS, Vocabulary, psum, shard_program
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.add_norm.reference import rms_norm
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.linear import joins_norm, linear, norm_linear
+from pallas_kernels.linear import linear
 
 # fp32 is asked for to get fp32: without this a GPU would silently round fp32 operands to TF32.
 FP32 = jax.lax.Precision.HIGHEST
@@ -64,14 +64,12 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((out_features,), dtype))
         self.shards = shards
 
-    def __call__(
-        self, x: "Float[Array, '... i'] | Normed", implementation: Implementation = "xla"
-    ) -> Float[Array, "... o"]:
+    def __call__(self, x: Float[Array, "... i"], implementation: Implementation = "xla") -> Float[Array, "... o"]:
         """Applies the map to the last axis, in x's dtype. XLA unless asked: kernels have no gradient for training."""
         if self.shards == 1:
-            return _times(x, self.weight[...], _bias(self), implementation)
+            return linear(x, self.weight[...], _bias(self), implementation=implementation)
         # Rounded before the sum: in bf16 half the bytes travel.
-        return _plus_bias(self, psum(_times(x, self.weight[...], None, implementation), self.shards))
+        return _plus_bias(self, psum(linear(x, self.weight[...], implementation=implementation), self.shards))
 
 
 class Joined(nnx.Module):
@@ -84,10 +82,10 @@ class Joined(nnx.Module):
         self.widths = widths
 
     def __call__(
-        self, x: "Float[Array, '... i'] | Normed", implementation: Implementation = "xla", swiglu: bool = False
+        self, x: Float[Array, "... i"], implementation: Implementation = "xla", swiglu: bool = False
     ) -> Float[Array, "... o"]:
         """The maps' outputs side by side, in x's dtype, or of two maps silu(first) · second."""
-        return _times(x, self.weight[...], _bias(self), implementation, swiglu)
+        return linear(x, self.weight[...], _bias(self), swiglu=swiglu, implementation=implementation)
 
     def split(self, out: Float[Array, "... o"]) -> list[Float[Array, "... _"]]:
         """The output of each map."""
@@ -116,65 +114,6 @@ class RMSNorm(nnx.Module):
         )  # fmt: skip
 
 
-class Normed:
-    """x + update and its norm, for the maps that read it: computed at once, or within their products where that pays.
-
-    Attributes:
-      total: the sum. With the norm inside of products it is there once one of them has been asked for.
-    """
-
-    def __init__(
-        self,
-        norm: RMSNorm,
-        x: Float[Array, "... d"],
-        update: Float[Array, "... d"] | None,
-        implementation: Implementation,
-    ):
-        """An update of None adds nothing."""
-        self._norm, self._implementation = norm, implementation
-        self._x, self._update = x, update
-        self._normed: Float[Array, "... d"] | None = None
-        self.total = x
-        if not joins_norm(x, implementation):
-            self.normed()
-
-    def normed(self) -> Float[Array, "... d"]:
-        """The norm by itself."""
-        if self._normed is None:
-            if self._update is None:
-                self._normed = self._norm(self._x)
-            else:
-                self.total, self._normed = self._norm.add(self._x, self._update, self._implementation)
-        return self._normed
-
-    def times(
-        self, weight: Float[Array, "o d"], bias: Float[Array, " o"] | None, swiglu: bool = False
-    ) -> Float[Array, "... O"]:
-        """The norm times Wᵀ, see `pallas_kernels.linear`."""
-        if self._normed is not None:
-            return linear(self._normed, weight, bias, swiglu=swiglu, implementation=self._implementation)
-        norm = self._norm
-        self.total, y = norm_linear(
-            self._x, self._update, norm.weight[...], weight, bias, eps=norm.eps, zero_centered=norm.zero_centered,
-            swiglu=swiglu, implementation=self._implementation,
-        )  # fmt: skip
-        self._x, self._update = self.total, None
-        return y
-
-
-def _times(
-    x: Float[Array, "... i"] | Normed,
-    weight: Float[Array, "o i"],
-    bias: Float[Array, " o"] | None,
-    implementation: Implementation,
-    swiglu: bool = False,
-) -> Float[Array, "... O"]:
-    """x Wᵀ + b; a `Normed` knows its implementation."""
-    if isinstance(x, Normed):
-        return x.times(weight, bias, swiglu)
-    return linear(x, weight, bias, swiglu=swiglu, implementation=implementation)
-
-
 class SwiGLU(nnx.Module):
     """W_down (silu(W_gate x) · W_up x)."""
 
@@ -198,9 +137,7 @@ class SwiGLU(nnx.Module):
             width, hidden, dtype=dtype, rngs=rngs, std=down_std, shards=shards, bias=bias
         )
 
-    def __call__(
-        self, x: Float[Array, "... d"] | Normed, implementation: Implementation = "xla"
-    ) -> Float[Array, "... d"]:
+    def __call__(self, x: Float[Array, "... d"], implementation: Implementation = "xla") -> Float[Array, "... d"]:
         """Mixes the last axis."""
         joined: Joined | None = getattr(self, "gate_up_proj", None)
         if joined is not None:
@@ -230,7 +167,7 @@ def join(module: nnx.Module, mesh: Mesh | None = None) -> None:
 
 
 def project(
-    module: nnx.Module, name: str, x: Float[Array, "... i"] | Normed, implementation: Implementation = "xla"
+    module: nnx.Module, name: str, x: Float[Array, "... i"], implementation: Implementation = "xla"
 ) -> list[Float[Array, "... _"]]:
     """The maps that `module.JOINED[name]` lists, applied to x: one product if they were joined, else one each."""
     joined = getattr(module, name, None)
@@ -240,7 +177,7 @@ def project(
 
 
 def project_joined(
-    module: nnx.Module, name: str, x: Float[Array, "... i"] | Normed, implementation: Implementation = "xla"
+    module: nnx.Module, name: str, x: Float[Array, "... i"], implementation: Implementation = "xla"
 ) -> Float[Array, "... o"]:
     """The same, side by side in one array."""
     joined = getattr(module, name, None)

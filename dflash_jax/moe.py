@@ -13,7 +13,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.layers import FP32, Linear, Normed, SwiGLU, matmul_precision
+from dflash_jax.layers import FP32, Linear, SwiGLU, matmul_precision
 from dflash_jax.sharding import psum
 from pallas_kernels.dispatch import Implementation
 
@@ -125,12 +125,8 @@ class SparseMoE(nnx.Module):
         best, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
         return chosen, best / jnp.sum(best, axis=-1, keepdims=True)
 
-    def __call__(
-        self, x: Float[Array, "... D"] | Normed, implementation: Implementation = "xla"
-    ) -> Float[Array, "... D"]:
+    def __call__(self, x: Float[Array, "... D"], implementation: Implementation = "xla") -> Float[Array, "... D"]:
         """Mixes the last axis."""
-        if isinstance(x, Normed):  # the router and the experts read it as it is
-            x = x.normed()
         rows = x.reshape(-1, x.shape[-1])
         chosen, weights = self.route(rows)
         # As transformers: weights in the activations' dtype.

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import write_pages
 from dflash_jax.config import FULL, TargetConfig
-from dflash_jax.layers import Linear, Normed, RMSNorm, rope_tables
+from dflash_jax.layers import Linear, RMSNorm, rope_tables
 from dflash_jax.sharding import local_slice
 from dflash_jax.target import DecoderLayer, Target
 from pallas_kernels.dispatch import Implementation
@@ -84,13 +84,11 @@ class MTP(nnx.Module):
         """
         layer = self.layers[0]
         cos, sin = rope_tables(self.config.rope, positions)
-        source = Normed(layer.input_layernorm, x, None, implementation)
         mixed, kv = layer.self_attn(
-            source, cos, sin, None, pages, 0, block_tables, lengths, implementation=implementation
+            layer.input_layernorm(x), cos, sin, None, pages, 0, block_tables, lengths, implementation=implementation
         )
-        source = Normed(layer.post_attention_layernorm, source.total, mixed, implementation)
-        update = layer.mlp(source, implementation)
-        return self.norm.add(source.total, update, implementation)[1], kv[None]
+        x, normed = layer.post_attention_layernorm.add(x, mixed, implementation)
+        return self.norm.add(x, layer.mlp(normed, implementation), implementation)[1], kv[None]
 
 
 def prefill_context(

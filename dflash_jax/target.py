@@ -9,7 +9,7 @@ from dflash_jax.attention import Attention
 from dflash_jax.cache import Context, RowUpdates
 from dflash_jax.config import LINEAR, TargetConfig
 from dflash_jax.deltanet import DeltaNetUpdate, GatedDeltaNet
-from dflash_jax.layers import Embedding, Linear, Normed, RMSNorm, SwiGLU, head_logits, rope_tables
+from dflash_jax.layers import Embedding, Linear, RMSNorm, SwiGLU, head_logits, rope_tables
 from dflash_jax.moe import SparseMoE
 from dflash_jax.sharding import Vocabulary
 from pallas_kernels.dispatch import Implementation
@@ -184,16 +184,16 @@ class Target(nnx.Module):
         config = self.config
         cos, sin = rope_tables(config.rope, rows.positions)
         x = self.embed(rows.tokens)
-        tapped: list[Normed] = []
+        tapped: list[Array] = []
         kv: list[Array] = []
         linear: list[DeltaNetUpdate] = []
-        source = Normed(self.layers[0].input_layernorm, x, None, implementation)
+        normed = self.layers[0].input_layernorm(x)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(config.layer_types[index]):
                 if config.layer_types[index] == LINEAR:
                     place = len(linear)
                     mixed, delta = layer.linear_attn(
-                        source,
+                        normed,
                         rows.valid,
                         rows.ancestors,
                         rows.conv_taps,
@@ -206,7 +206,7 @@ class Target(nnx.Module):
                     linear.append(delta)
                 else:
                     mixed, fresh = layer.self_attn(
-                        source,
+                        normed,
                         cos,
                         sin,
                         rows.ancestors,
@@ -218,15 +218,14 @@ class Target(nnx.Module):
                     )
                     kv.append(fresh)
             with jax.named_scope("mlp"):
-                source = Normed(layer.post_attention_layernorm, source.total, mixed, implementation)
-                update = layer.mlp(source, implementation)
+                x, normed = layer.post_attention_layernorm.add(x, mixed, implementation)
+                update = layer.mlp(normed, implementation)
             after = self.layers[index + 1].input_layernorm if index + 1 < config.num_layers else self.norm
-            source = Normed(after, source.total, update, implementation)
+            x, normed = after.add(x, update, implementation)
             if index in taps:
-                tapped.append(source)
-        hidden = source.normed()
-        features = jnp.concatenate([one.total for one in tapped], axis=-1) if tapped else None
-        return TargetOutput(hidden, features, self._stack_updates(rows, kv, linear, hidden.dtype))
+                tapped.append(x)
+        features = jnp.concatenate(tapped, axis=-1) if tapped else None
+        return TargetOutput(normed, features, self._stack_updates(rows, kv, linear, x.dtype))
 
     def _stack_updates(
         self,

@@ -16,8 +16,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "pallas")
 # Ops that have a Pallas kernel, by name. An op that is not here is served by its XLA reference alone.
 PALLAS_OPS: frozenset[str] = frozenset(
     {
-        "add_norm", "attention_front", "draft_candidates", "gdn_mixer", "gdn_scan", "linear", "norm_linear",
-        "scalars", "tree_attention", "tree_search", "tree_walk",
+        "add_norm", "attention_front", "draft_candidates", "gdn_mixer", "gdn_scan", "linear", "scalars",
+        "tree_attention", "tree_search", "tree_walk",
     }
 )
 # What the kernels need: asynchronous copies and bf16 products came with Ampere.

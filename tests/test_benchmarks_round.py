@@ -86,6 +86,8 @@ def test_kernels_of_the_first_device_are_sorted_by_what_they_do(tmp_path: Path, 
         *(name(pid, 7, "Stream #1(Compute)") for pid in (1, 2)), name(3, 7, "python"),
         event(1, "gemm_fusion_dot_3", 60), event(1, "gdn_tree_64", 20), event(1, "ncclDevKernel_AllReduce", 15),
         event(1, "loop_add_fusion", 5, "fusion.3"), event(1, "one_shot_sum_kernel", 4, "all-reduce.7"),
+        event(1, "linear", 3), event(1, "linear__1", 4), event(1, "attention_front__2", 9), event(1, "tree_search", 1),
+        event(1, "tree_walk", 2), event(1, "draft_chunks", 3), event(1, "draft_candidates", 2),
         event(2, "gemm_fusion_dot_3", 99), event(3, "gdn_tree_64", 99),
     ]  # fmt: skip
     (tmp_path / "plugins").mkdir()
@@ -93,9 +95,9 @@ def test_kernels_of_the_first_device_are_sorted_by_what_they_do(tmp_path: Path, 
         json.dump({"traceEvents": events}, file)
     found = breakdown.read(breakdown.newest_trace(tmp_path))
     assert {kind: round(share.seconds * 1e6) for kind, share in found.items()} == {
-        "products": 60, "delta rule": 20, "collectives": 19, breakdown.OTHER: 5
+        "products": 67, "delta rule": 20, "collectives": 19, "attention front": 9, "tree": 8, breakdown.OTHER: 5
     }  # fmt: skip
     assert breakdown.main([str(tmp_path), "--rounds", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "30.0 us" in printed and "2.5 us loop_add_fusion" in printed
+    assert "33.5 us" in printed and "2.5 us loop_add_fusion" in printed
     assert breakdown.main([str(tmp_path / "nothing")]) == 2

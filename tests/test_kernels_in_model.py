@@ -74,6 +74,9 @@ def test_the_bundled_pairs_fp32_tokens_are_those_of_xla():
         for method in ("ar", "dflash", "ddtree"):
             params = SamplingParams(max_new_tokens=100, method=method)
             done = engine.generate(prompts, params)
-            assert set(done[0].kernels.values()) == {kernels}
+            ran = dict(done[0].kernels)
+            # Products may be XLA's as well: those of a drafter's keys and values of the context always are.
+            assert ran.pop("linear") in {kernels, f"{kernels}+xla"}
+            assert set(ran.values()) == {kernels}
             tokens[kernels, method] = [c.token_ids for c in done]
     assert len(set(map(str, tokens.values()))) == 1

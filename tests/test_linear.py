@@ -1,4 +1,4 @@
-"""Products with weights and what stands around them: every implementation against fp64."""
+"""Products with weights, and SwiGLU with them: every implementation against fp64."""
 
 from typing import Any
 
@@ -20,24 +20,15 @@ IMPLEMENTATIONS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.
 SHAPES = [(1, 64, 48), (10, 96, 40), (16, 128, 64), (33, 80, 32), (70, 64, 32)]
 
 
-def run(implementation: str, *arrays: Any, dtype: Any, splits: int = 1, **options: Any) -> tuple[Any, jax.Array]:
-    """(sum, product); the op's own entries, or its kernel interpreted with small blocks."""
-    x, update, gain, weight, bias = arrays
-    norm = {"eps": 1e-6, "zero_centered": True}
+def run(implementation: str, *arrays: Any, splits: int = 1, **options: Any) -> jax.Array:
+    """The op, or its kernel interpreted with small blocks."""
     if implementation == "interpret":
-        config = Config(16, 32, splits, 4, 2)
-        return kernel.linear(*arrays, **norm, **options, dtype=dtype, config=config, interpret=True)
-    if gain is None:
-        return x, op.linear(x, weight, bias, **options, dtype=dtype, implementation=implementation)
-    return op.norm_linear(
-        x, update, gain, weight, bias, **norm, **options, dtype=dtype, implementation=implementation
-    )
+        return kernel.linear(*arrays, **options, config=Config(16, 32, splits, 4, 2), interpret=True)
+    return op.linear(*arrays, **options, implementation=implementation)
 
 
-def expected(x: Any, gain: Any, weight: Any, bias: Any, swiglu: bool) -> np.ndarray:
-    x, gain, weight, bias = (None if a is None else np.asarray(a, np.float64) for a in (x, gain, weight, bias))
-    if gain is not None:
-        x = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6) * (1 + gain)
+def expected(x: Any, weight: Any, bias: Any, swiglu: bool) -> np.ndarray:
+    x, weight, bias = (None if a is None else np.asarray(a, np.float64) for a in (x, weight, bias))
     y = x @ weight.T + (0 if bias is None else bias)
     if not swiglu:
         return y
@@ -48,20 +39,16 @@ def expected(x: Any, gain: Any, weight: Any, bias: Any, swiglu: bool) -> np.ndar
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize(("norm", "update"), [(False, False), (True, False), (True, True)])
-def test_against_fp64(implementation: str, dtype: Any, swiglu: bool, norm: bool, update: bool):
+def test_against_fp64(implementation: str, dtype: Any, swiglu: bool):
     rng = np.random.default_rng(0)
     for rows, columns, out in SHAPES:
         for with_bias in (False, True):
-            x, added = (jnp.asarray(rng.normal(size=(2, rows, columns))[: 1 + (rows == 1)], dtype) for _ in range(2))
-            gain = jnp.asarray(0.3 * rng.normal(size=columns), dtype) if norm else None
+            x = jnp.asarray(rng.normal(size=(2, rows, columns))[: 1 + (rows == 1)], dtype)
             weight = jnp.asarray(0.1 * rng.normal(size=(out * (1 + swiglu), columns)), dtype)
             bias = jnp.asarray(rng.normal(size=weight.shape[0]), dtype) if with_bias else None
-            added = added if update else None
-            total, y = run(implementation, x, added, gain, weight, bias, dtype=dtype, swiglu=swiglu)
-            true_total = x if added is None else x + added
-            assert np.array_equal(total, true_total) and y.dtype == dtype and y.shape == (*x.shape[:-1], out)
-            want = expected(true_total, gain, weight, bias, swiglu)
+            y = run(implementation, x, weight, bias, dtype=dtype, swiglu=swiglu)
+            assert y.dtype == dtype and y.shape == (*x.shape[:-1], out)
+            want = expected(x, weight, bias, swiglu)
             error = np.linalg.norm(np.asarray(y, np.float64) - want) / np.linalg.norm(want)
             assert error <= TOLERANCE[dtype], (rows, columns, out, with_bias)
 
@@ -71,7 +58,7 @@ def test_splits_add_up(splits: int):
     """A number of blocks that they do not divide as well."""
     rng = np.random.default_rng(1)
     x, weight = (jnp.asarray(rng.normal(size=(rows, 160)), jnp.float32) for rows in (5, 48))
-    _, y = run("interpret", x, None, None, weight, None, dtype=jnp.float32, swiglu=False, splits=splits)
+    y = run("interpret", x, weight, None, dtype=jnp.float32, splits=splits)
     np.testing.assert_allclose(y, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, rtol=1e-5, atol=1e-5)
 
 
@@ -79,7 +66,7 @@ def test_splits_add_up(splits: int):
 def test_logits_in_fp32_of_a_model_in_bf16(implementation: str):
     rng = np.random.default_rng(2)
     x, weight = (jnp.asarray(rng.normal(size=(rows, 64)), jnp.bfloat16) for rows in (3, 256))
-    _, y = run(implementation, x, None, None, weight, None, dtype=jnp.float32, swiglu=False)
+    y = run(implementation, x, weight, None, dtype=jnp.float32)
     want = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
@@ -87,8 +74,7 @@ def test_logits_in_fp32_of_a_model_in_bf16(implementation: str):
 
 @pytest.mark.gpu
 def test_what_is_not_measured_to_be_faster_is_left_to_xla_unless_asked(monkeypatch: pytest.MonkeyPatch):
-    known = {Product(16, 32, 64): Config(16, 64, 1, 4, 4), Product(16, 32, 64, norm=True): Config(16, 64, 1, 4, 4)}
-    monkeypatch.setattr(table, "_table", lambda kind: known)
+    monkeypatch.setattr(table, "_table", lambda kind: {Product(16, 32, 64): Config(16, 64, 1, 4, 4)})
     few, many = jnp.ones((16, 64), jnp.bfloat16), jnp.ones((65, 64), jnp.bfloat16)
     weight = jnp.ones((32, 64), jnp.bfloat16)
 
@@ -102,8 +88,6 @@ def test_what_is_not_measured_to_be_faster_is_left_to_xla_unless_asked(monkeypat
     assert served("auto", many, weight) == {"xla"}
     assert served("auto", few.astype(jnp.float32), weight.astype(jnp.float32)) == {"xla"}
     assert served("pallas", many, weight) == {"pallas"}
-    assert op.joins_norm(few) and not op.joins_norm(many) and not op.joins_norm(few, "xla")
-    assert not op.joins_norm(jnp.ones((1, 4096), jnp.bfloat16))
 
 
 def test_a_dtype_without_a_kernel_is_refused_by_name():
@@ -111,7 +95,6 @@ def test_a_dtype_without_a_kernel_is_refused_by_name():
     with pytest.raises(UnsupportedError, match="dtypes float16 and float16"):
         op.linear(x, weight, implementation="pallas")
     assert op.linear(x, weight).shape == (1, 8)  # "auto" takes XLA
-    assert not op.joins_norm(x)
 
 
 def test_every_named_case_traces_and_has_its_own_name():

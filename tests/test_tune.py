@@ -34,15 +34,7 @@ def test_the_products_of_a_model_are_those_of_one_device():
         (248320, 5120, False), (4096, 5120, False), (2048, 5120, False), (5120, 4096, False), (5120, 15360, False),
     }  # fmt: skip
     assert (8240, 5120, False) in half and (8704, 5120, True) in half and (5120, 8704, False) in half
-    rows = {p.rows for p in tune.products_of(target, drafter, 1)}
-    assert rows == set(table.ROWS) and not any(p.norm for p in tune.products_of(target, drafter, 1))
-
-
-def test_norms_are_tried_in_narrow_models():
-    found = tune.products_of(*configs("bundled"), 1)
-    inside = {(p.out, p.swiglu) for p in found if p.norm}
-    assert inside and all(p.columns == 256 for p in found if p.norm)
-    assert {(p.out, p.swiglu) for p in found if not p.norm} >= inside
+    assert {p.rows for p in tune.products_of(target, drafter, 1)} == set(table.ROWS)
 
 
 @pytest.mark.parametrize("shape", ["qwen3.6-27b", "bundled"])
@@ -51,7 +43,7 @@ def test_candidates_fit_what_they_are_for(shape: str):
         found = tune.candidates(product, 12)
         assert 1 <= len(found) <= 12 and len(set(found)) == len(found)
         assert all(product.columns % (c.block_in * c.splits) == 0 for c in found)
-        assert all(c.splits == 1 for c in found if product.norm or product.swiglu)
+        assert all(c.splits == 1 for c in found if product.swiglu)
         assert found == tune.candidates(product, 12)
 
 
@@ -62,29 +54,17 @@ def test_the_fastest_is_chosen_and_xla_where_it_is_as_fast():
     assert tune.choose({one: {"xla": 3.0}}) == {one: None}  # nothing compiled
 
 
-@pytest.mark.parametrize(("inside", "expected"), [(1.5, True), (3.5, False)])
-def test_norms_go_into_all_products_of_a_width_or_none(inside: float, expected: bool):
-    times = {}
-    for out in (256, 512):
-        times[Product(16, out, 256)] = {"xla": 2.0, FAST: 1.0}
-        times[Product(16, out, 256, norm=True)] = {"xla": 3.0, FAST: inside if out == 256 else 2.0}
-    chosen = tune.choose(times)
-    # Apart each takes 1 and a norm of 1.
-    assert [chosen[Product(16, out, 256, norm=True)] for out in (256, 512)] == [FAST if expected else None] * 2
-    assert chosen[Product(16, 256, 256)] == FAST
-
-
 def test_the_users_table_comes_before_the_shipped_one(folders: Path):
-    kind, product, other = "NVIDIA Test 1", Product(16, 512, 256), Product(16, 768, 256, norm=True)
+    kind, product, other = "NVIDIA Test 1", Product(16, 512, 256), Product(16, 768, 256)
     assert table.file_name(kind) == "nvidia-test-1.json"
-    assert table.lookup(kind, product) is None and not table.joins_norms(kind, 5, 256)
+    assert table.lookup(kind, product) is None
     table.write(table.SHIPPED / table.file_name(kind), {product: FAST, other: FAST}, {"device": kind})
     table.forget()
     assert table.lookup(kind, product) == FAST and table.lookup("another", product) is None
-    assert table.joins_norms(kind, 5, 256) and not table.joins_norms(kind, 17, 256)
+    assert table.lookup(kind, other) == FAST
     table.write(table.user_folder() / table.file_name(kind), {product: FASTER, other: None}, {"device": kind})
     table.forget()
-    assert table.lookup(kind, product) == FASTER and not table.joins_norms(kind, 5, 256)
+    assert table.lookup(kind, product) == FASTER and table.lookup(kind, other) is None
     assert table.digest(kind) != table.digest("another") == "[]"
     assert table.user_folder() == folders / "dflash-jax" / "linear"
 
@@ -100,7 +80,7 @@ def test_a_file_that_is_no_table_is_named():
 
 
 def test_the_tool_measures_and_writes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    few = [Product(16, 128, 64), Product(16, 128, 64, norm=True)]
+    few = [Product(16, 128, 64), Product(16, 128, 64, swiglu=True)]
     monkeypatch.setattr(tune, "products_of", lambda *_: set(few))
     assert tune.main(["--interpret", "--configs", "1", "--sample", "0.001"]) == 0
     out = capsys.readouterr().out
@@ -113,4 +93,4 @@ def test_the_tool_measures_and_writes(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_every_number_of_rows_has_a_place():
-    assert [Product.of(rows, 1, 1, False, False).rows for rows in (1, 16, 17, 32, 33, 64)] == [16, 16, 32, 32, 64, 64]
+    assert [Product.of(rows, 1, 1, False).rows for rows in (1, 16, 17, 32, 33, 64)] == [16, 16, 32, 32, 64, 64]

@@ -1,5 +1,5 @@
-"""Products of few rows with weights, with what stands before and after them in a layer, in one launch."""
+"""Products of few rows with weights, with what stands after them in a layer, in one launch."""
 
-from pallas_kernels.linear.api import MAX_ROWS, joins_norm, linear, norm_linear
+from pallas_kernels.linear.api import MAX_ROWS, linear
 
-__all__ = ["MAX_ROWS", "joins_norm", "linear", "norm_linear"]
+__all__ = ["MAX_ROWS", "linear"]

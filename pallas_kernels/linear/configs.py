@@ -39,6 +39,4 @@ def config_for(device_kind: str, rows: int, out: int, width: int, itemsize: int)
     del device_kind, rows
     if itemsize == 4:
         return Config(16, 32, 1, 4, 2)
-    if out <= 4096:
-        return Config(16, 128 if width >= 1024 else 64, 1, 4, 4)
-    return Config(32, 128, 1, 4, 4)
+    return Config(16 if out <= 4096 else 32, 128 if width >= 1024 else 64, 1, 4, 4)

@@ -2,12 +2,8 @@
 
 With so few rows the product is as fast as its weights are read, so a program owns `block_out` rows of W and up to 64
 rows of x, and walks K in a software pipeline; with `splits` several programs share those rows of W and leave partial
-sums to be added by whoever reads them. What else a layer does there costs no launch of its own:
-
-* **Sum and norm first.** The norm's factor of a row is one number, so it may as well scale the result: programs
-  multiply the weights with x·gain, add up x² on the way, and divide at the end. Each program sees all of x; of the
-  residual sum every one writes the blocks whose number is its own modulo their count.
-* **SwiGLU last.** With W = [gate | up] a program owns the same rows of both halves.
+sums to be added by whoever reads them. SwiGLU costs no launch of its own: with W = [gate | up] a program owns the same
+rows of both halves.
 
 Rows beyond M are zeros to the matrix unit, which wants 16 at least, and cost nothing but registers.
 """
@@ -32,15 +28,10 @@ MOST_ROWS = 64
 
 def _kernel(
     x_ref,  # [M, K]
-    update_ref,  # [M, K], or None: no sum
-    gain_ref,  # [K], or None: no norm
     weight_ref,  # [N, K]; with swiglu [2N, K]
     bias_ref,  # [N] or [2N], or None
     y_ref,  # [M, N], with splits [S, M, N]
-    sum_ref=None,  # [M, K], with an update
     *,
-    eps: float,
-    zero_centered: bool,
     swiglu: bool,
     splits: int,
     block_rows: int,
@@ -69,23 +60,13 @@ def _kernel(
             x, block_of_weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
 
-    def step(index, carry):
-        sums, squares = carry
+    def step(index, sums):
         block = split * share + index
         k = block * block_in + jnp.arange(block_in)
         live_k = k < width if width % block_in or blocks % splits else jnp.ones((block_in,), bool)
         k_index = inside(k, width, block_in * splits)
         mask = live_row[:, None] & live_k[None, :]
         x = plgpu.load(x_ref.at[row_index[:, None], k_index[None, :]], mask=mask, other=0)
-        if update_ref is not None and sum_ref is not None:
-            x = x + plgpu.load(update_ref.at[row_index[:, None], k_index[None, :]], mask=mask, other=0)
-            writes = lax.rem(block, pl.num_programs(0)) == tile
-            plgpu.store(sum_ref.at[row[:, None], k[None, :]], x, mask=mask & writes)
-        if gain_ref is not None:
-            wide = x.astype(jnp.float32)
-            squares = squares + jnp.sum(wide * wide, axis=1)
-            gain = plgpu.load(gain_ref.at[k_index], mask=live_k, other=0).astype(jnp.float32)
-            x = (wide * (gain + 1.0 if zero_centered else gain)[None, :]).astype(x.dtype)
         out = []
         for half, total in enumerate(sums):
             weights = plgpu.load(
@@ -93,14 +74,10 @@ def _kernel(
                 mask=live_column[:, None] & live_k[None, :], other=0,
             )  # fmt: skip
             out.append(total + product(x, weights))
-        return tuple(out), squares
+        return tuple(out)
 
     zero = jnp.zeros((block_rows, block_out), jnp.float32)
-    start = ((zero, zero) if swiglu else (zero,), jnp.zeros((block_rows,), jnp.float32))
-    sums, squares = lax.fori_loop(0, share, step, start)
-    if gain_ref is not None:
-        factor = lax.rsqrt(squares / width + eps)[:, None]
-        sums = tuple(total * factor for total in sums)
+    sums = lax.fori_loop(0, share, step, (zero, zero) if swiglu else (zero,))
     if bias_ref is not None:
         sums = tuple(
             total + plgpu.load(bias_ref.at[half * out_width + column_index]).astype(jnp.float32)[None, :]
@@ -116,54 +93,43 @@ def _kernel(
     plgpu.store(target, y.astype(y_ref.dtype), mask=live_row[:, None] & live_column[None, :])
 
 
-@compiled_once("eps", "zero_centered", "swiglu", "dtype", "config", "interpret")
+@compiled_once("swiglu", "dtype", "config", "interpret")
 def linear(
     x: Float[Array, "... i"],
-    update: Float[Array, "... i"] | None,
-    gain: Float[Array, " i"] | None,
     weight: Float[Array, "o i"],
     bias: Float[Array, " o"] | None,
     *,
-    eps: float = 0.0,
-    zero_centered: bool = False,
     swiglu: bool = False,
     dtype: jax.typing.DTypeLike,
     config: Config,
     interpret: bool = False,
-) -> tuple[Float[Array, "... i"], Float[Array, "... O"]]:
+) -> Float[Array, "... O"]:
     """See `pallas_kernels.linear.api`, which checks what this kernel takes.
 
     Args:
-      update: None without a sum before it.
-      gain: None without a norm before it, and then without a sum either.
       config: tile sizes and launch parameters.
       interpret: run in Pallas' interpreter, on any device.
-
-    Returns:
-      The residual sum (x without an update), and the product.
     """
     shape, width = x.shape, x.shape[-1]
     rows, out = math.prod(shape[:-1]), weight.shape[0] // (2 if swiglu else 1)
-    # A norm needs all of its row, and so does what comes after the sum.
-    splits = 1 if swiglu or gain is not None or bias is not None else config.splits
+    # What comes after the sum needs all of it.
+    splits = 1 if swiglu or bias is not None else config.splits
     # The interpreter's dots run on the host, where the preset does not exist.
     precision = (lax.Precision.HIGHEST if interpret else FP32_DOT) if x.dtype == jnp.float32 else None
     block_rows = min(max(16, 1 << (rows - 1).bit_length()), MOST_ROWS)
     kernel = functools.partial(
-        _kernel, eps=eps, zero_centered=zero_centered, swiglu=swiglu, splits=splits,
-        block_rows=block_rows, block_out=config.block_out,
+        _kernel, swiglu=swiglu, splits=splits, block_rows=block_rows, block_out=config.block_out,
         block_in=min(config.block_in, max(16, 1 << (width - 1).bit_length())), precision=precision,
     )  # fmt: skip
-    y = jax.ShapeDtypeStruct((rows, out) if splits == 1 else (splits, rows, out), dtype if splits == 1 else jnp.float32)
-    total = None if update is None else jax.ShapeDtypeStruct((rows, width), x.dtype)
-    flat = [a if a is None else a.reshape(rows, width) for a in (x, update)]
-    results = pl.pallas_call(
+    y = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(out, config.block_out), splits, pl.cdiv(rows, block_rows)),
-        out_shape=(y,) if total is None else (y, total),
+        out_shape=jax.ShapeDtypeStruct(
+            (rows, out) if splits == 1 else (splits, rows, out), dtype if splits == 1 else jnp.float32
+        ),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
-        name="norm_linear" if gain is not None else "linear",
-    )(*flat, gain, weight, bias)
-    y = results[0] if splits == 1 else jnp.sum(results[0], axis=0).astype(dtype)
-    return (x if total is None else results[1].reshape(shape)), y.reshape(*shape[:-1], out)
+        name="linear",
+    )(x.reshape(rows, width), weight, bias)
+    y = y if splits == 1 else jnp.sum(y, axis=0).astype(dtype)
+    return y.reshape(*shape[:-1], out)

@@ -1,11 +1,9 @@
-"""XLA reference of products with weights and what stands around them."""
+"""XLA reference of products with weights and what stands after them."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
-
-from pallas_kernels.add_norm.reference import rms_norm
 
 
 def linear(
@@ -27,21 +25,3 @@ def linear(
         return y
     gate, up = jnp.split(y, 2, axis=-1)
     return jax.nn.silu(gate) * up
-
-
-def norm_linear(
-    x: Float[Array, "... i"],
-    update: Float[Array, "... i"] | None,
-    gain: Float[Array, " i"],
-    weight: Float[Array, "o i"],
-    bias: Float[Array, " o"] | None,
-    *,
-    eps: float,
-    zero_centered: bool,
-    swiglu: bool,
-    dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "... i"], Float[Array, "... O"]]:
-    """See `pallas_kernels.linear.api.norm_linear`."""
-    total = x if update is None else x + update
-    normed = rms_norm(total, gain, eps=eps, zero_centered=zero_centered)
-    return total, linear(normed, weight, bias, swiglu=swiglu, dtype=dtype)

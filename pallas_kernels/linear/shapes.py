@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.linear import kernel
-from pallas_kernels.linear.api import MAX_NORM_WIDTH
 from pallas_kernels.linear.configs import config_for
 
 # Product -> (columns, rows of the weights or of a half, SwiGLU), of models whole and on one of two devices.
@@ -30,12 +29,11 @@ ROWS = (1, 16, 64)
 DTYPES = (jnp.bfloat16, jnp.float32)
 
 
-def arguments(columns: int, out: int, swiglu: bool, rows: int, norm: bool, dtype: Any) -> tuple[Any, ...]:
-    """Abstract x, update, gain, weight, bias."""
+def arguments(columns: int, out: int, swiglu: bool, rows: int, dtype: Any) -> tuple[Any, ...]:
+    """Abstract x, weight, bias."""
     x = jax.ShapeDtypeStruct((1, rows, columns), dtype)
     weight = jax.ShapeDtypeStruct((out * (2 if swiglu else 1), columns), dtype)
-    before = (x, jax.ShapeDtypeStruct((columns,), dtype)) if norm else (None, None)
-    return x, *before, weight, None
+    return x, weight, None
 
 
 def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
@@ -43,11 +41,8 @@ def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
     for model, products in PRODUCTS.items():
         for product, (columns, out, swiglu) in products.items():
             for dtype in DTYPES:
-                norm = columns <= MAX_NORM_WIDTH and product != "down"
                 for rows in ROWS:
                     config = config_for(device_kind, rows, out, columns, jnp.dtype(dtype).itemsize)
-                    function = functools.partial(
-                        kernel.linear, eps=1e-6, zero_centered=True, swiglu=swiglu, dtype=dtype, config=config
-                    )
-                    name = f"{'norm_' if norm else ''}linear/{model}-{product}/{jnp.dtype(dtype).name}/{rows}"
-                    yield name, function, arguments(columns, out, swiglu, rows, norm, dtype)
+                    function = functools.partial(kernel.linear, swiglu=swiglu, dtype=dtype, config=config)
+                    name = f"linear/{model}-{product}/{jnp.dtype(dtype).name}/{rows}"
+                    yield name, function, arguments(columns, out, swiglu, rows, dtype)

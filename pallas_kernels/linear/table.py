@@ -32,21 +32,17 @@ class Product:
       out: rows of the weights (of a half, with SwiGLU).
       columns: of the weights.
       swiglu: see `linear`.
-      norm: whether x is the norm of a sum, which `norm_linear` computes with the product.
     """
 
     rows: int
     out: int
     columns: int
     swiglu: bool = False
-    norm: bool = False
 
     @classmethod
-    def of(cls, rows: int, out: int, columns: int, swiglu: bool, norm: bool) -> "Product":
+    def of(cls, rows: int, out: int, columns: int, swiglu: bool) -> "Product":
         """With any number of rows up to the last of `ROWS`."""
-        return cls(next(r for r in ROWS if r >= rows), out, columns, swiglu, norm)
-
-
+        return cls(next(r for r in ROWS if r >= rows), out, columns, swiglu)
 
 
 def user_folder() -> Path:
@@ -112,9 +108,3 @@ def digest(device_kind: str) -> str:
 def lookup(device_kind: str, product: Product) -> Config | None:
     """The config of a product that the kernel serves best on this kind of device."""
     return _table(device_kind).get(product)
-
-
-def joins_norms(device_kind: str, rows: int, columns: int) -> bool:
-    """Whether products of this width are measured to be faster with the norm in them."""
-    rows = Product.of(rows, 1, columns, False, True).rows
-    return any(p.norm and (p.rows, p.columns) == (rows, columns) for p in _table(device_kind))
