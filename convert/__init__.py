@@ -3,7 +3,8 @@
     config, target = load_target(resolve_model("org/name-or-folder"), "bfloat16")
     drafter_config, drafter, notes = load_drafter(folder, config, "bfloat16")
 
-`python -m convert SRC DST` turns a Hugging Face folder into an Orbax folder that the same functions load.
+`python -m convert SRC DST` turns a Hugging Face folder into an Orbax folder that the same functions load, and
+`python -m convert.quantise SRC DST` a drafter into one of 8 bits.
 """
 
 from convert.hub import resolve_model

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def save_target(
     match_target(
         parse_target_config(config, source=source), {name: a.shape for name, a in arrays.items()}, source
     )
-    _write(Path(folder), config, arrays, dtype, max_shard_bytes)
+    _write_plain(Path(folder), config, arrays, dtype, max_shard_bytes)
 
 
 def save_drafter(
@@ -75,7 +75,7 @@ def save_drafter(
     source = str(Path(folder) / "config.json")
     drafter, _ = parse_drafter_config(config, source, arrays["fc.weight"].shape[1])
     match_drafter(drafter, {name: a.shape for name, a in arrays.items()}, source)
-    _write(Path(folder), config, arrays, dtype, max_shard_bytes)
+    _write_plain(Path(folder), config, arrays, dtype, max_shard_bytes)
 
 
 def _stored(name: str, array: jax.Array, dtype: jax.typing.DTypeLike | None) -> np.dtype:
@@ -99,7 +99,7 @@ def _groups(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
     yield group
 
 
-def _write(
+def _write_plain(
     folder: Path,
     config: dict[str, Any],
     arrays: dict[str, jax.Array],
@@ -107,6 +107,23 @@ def _write(
     max_shard_bytes: int,
 ) -> None:
     dtypes = {name: _stored(name, array, dtype) for name, array in arrays.items()}
+    # What is written is not quantised, whatever it was made from.
+    write_folder(folder, plain_config(config), arrays, dtypes, max_shard_bytes)
+
+
+def plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json without what it says of quantised weights."""
+    return {key: value for key, value in config.items() if key not in QUANTISATION}
+
+
+def write_folder(
+    folder: Path,
+    config: dict[str, Any],
+    arrays: Mapping[str, jax.Array | np.ndarray],
+    dtypes: dict[str, np.dtype],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes config.json and tensors, each in its dtype: all of it or nothing. Arguments as in `save_target`."""
     sizes = {name: array.size * dtypes[name].itemsize for name, array in arrays.items()}
     groups = list(_groups(sizes, max_shard_bytes))
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,8 +138,7 @@ def _write(
             # One shard at a time on the host.
             tensors = {name: np.asarray(jax.device_get(arrays[name])).astype(dtypes[name]) for name in names}
             save_file(tensors, temporary, metadata={"format": "pt"})
-        # What is written is not quantised, whatever it was made from.
-        texts = {"config.json": {key: value for key, value in config.items() if key not in QUANTISATION}}
+        texts = {"config.json": config}
         if len(groups) > 1:
             weight_map = {name: file for file, names in zip(files, groups, strict=True) for name in names}
             texts[INDEX] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

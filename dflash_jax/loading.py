@@ -17,6 +17,7 @@ from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation, Unsupported
 
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED_TARGET, BUNDLED_DRAFTER = ASSETS / "target", ASSETS / "drafter"
+SMOLLM2_DRAFTER = ASSETS / "smollm2_drafter"  # of SmolLM2-135M-Instruct, which is not shipped
 BUNDLED_PROMPTS = ASSETS / "prompts.json"  # of the held-out split
 
 Dtype = Literal["auto", "bfloat16", "float32"]

@@ -24,10 +24,12 @@ import pytest
 from safetensors import safe_open
 
 from benchmarks.shapes import configs
+from convert.keymap import abstract_drafter
+from convert.quantise import GROUP_SIZE
 from dflash_jax import SamplingParams, UserError
 from dflash_jax.config import check_pair, parse_drafter_config, parse_target_config
 from dflash_jax.engine import Engine
-from dflash_jax.loading import BUNDLED_DRAFTER, BUNDLED_TARGET
+from dflash_jax.loading import BUNDLED_DRAFTER, BUNDLED_TARGET, SMOLLM2_DRAFTER
 from dflash_jax.request import Method
 from dflash_jax.sharding import check_divides
 from dflash_jax.tokenizer import Tokenizer
@@ -35,7 +37,7 @@ from dflash_jax.train.settings import RECIPES, load_draft_recipe, load_target_re
 from tests.models import random_drafter, random_target
 
 ROOT = Path(__file__).resolve().parents[1]
-CARDS = [BUNDLED_TARGET / "README.md", BUNDLED_DRAFTER / "README.md"]
+CARDS = [folder / "README.md" for folder in (BUNDLED_TARGET, BUNDLED_DRAFTER, SMOLLM2_DRAFTER)]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS, *CARDS]
 # Text cells as a page: the comments of their sources (that the notebooks are made of these, another test holds).
@@ -137,9 +139,9 @@ def test_commands_parse(page: str, module: str, rest: str, monkeypatch: pytest.M
 
 
 def test_flags_in_the_prose_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = parse_command("convert", ["a", "b"], monkeypatch) | parse_command(
-        "dflash_jax.train", ["draft"], monkeypatch
-    )
+    known = parse_command("dflash_jax.train", ["draft"], monkeypatch)
+    for module in ("convert", "convert.quantise"):
+        known |= parse_command(module, ["a", "b"], monkeypatch)
     benchmarks = ("acceptance", "divergence", "kernels", "round")
     programs = ("dflash_jax.generate", "serve", "serve.client", "serve.load")
     for module in (*programs, *(f"benchmarks.{name}" for name in benchmarks)):
@@ -308,7 +310,7 @@ def parameters(folder: Path, *, head: bool = False) -> int:
 def test_cards_state_the_recipes_and_weights_that_ship() -> None:
     target = load_target_recipe(RECIPES / "bundled_target.json")
     draft = load_draft_recipe(RECIPES / "bundled_draft.json")
-    one, two = (card.read_text() for card in CARDS)
+    one, two, three = (card.read_text() for card in CARDS)
     assert target.loop.steps is not None and draft.loop.steps is not None  # nothing depends on the clock
     tokens = target.loop.steps * target.loop.batch * target.sequence_length
     for said in (
@@ -334,6 +336,21 @@ def test_cards_state_the_recipes_and_weights_that_ship() -> None:
     for recipe, folder in ((target, BUNDLED_TARGET), (draft, BUNDLED_DRAFTER)):
         assert recipe.model == json.loads((folder / "config.json").read_text())
     assert draft.responses.max_seconds is None
+
+    other = load_draft_recipe(RECIPES / "smollm2_draft.json")
+    config = json.loads((SMOLLM2_DRAFTER / "config.json").read_text())
+    assert other.model == {key: value for key, value in config.items() if key != "quantization_config"}
+    drafter = abstract_drafter(parse_drafter_config(config)[0], "bfloat16")
+    for said in (
+        f" {sum(leaf.size for leaf in drafter.values()):,},",
+        f"groups of {GROUP_SIZE}",
+        f"{other.loop.batch} answers",
+        f"{other.anchors} random anchors",
+        f"exp(−(k − 1) / {other.decay_gamma:g})",
+        f"{other.optimizer.peak_lr}, {other.optimizer.warmup_steps} steps of warm-up",
+        f"cut at {other.responses.max_new_tokens}",
+    ):
+        assert said in three
 
 
 @pytest.mark.parametrize("card", CARDS, ids=name_of)

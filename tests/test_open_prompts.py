@@ -61,7 +61,8 @@ def test_the_shipped_recipe_is_for_smollm2_and_small_enough():
     target = parse_target_config(SMOLLM2_135M)
     check_pair(target, config)
     assert notes == [] and config.rope == target.rope
-    assert sum(2 * leaf.size for leaf in abstract_drafter(config, "bfloat16").values()) < 18e6
+    # In 8 bits, as it ships; twice that in bf16, as it is trained.
+    assert sum(leaf.size for leaf in abstract_drafter(config, "bfloat16").values()) < 10.6e6
     assert recipe.responses.source == "open"
 
 

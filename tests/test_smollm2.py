@@ -1,4 +1,7 @@
-"""SmolLM2-135M-Instruct, a model from elsewhere: its GGUF file against transformers (goldens/make_smollm2.py)."""
+"""SmolLM2-135M-Instruct, a model from elsewhere, and the drafter that ships for it.
+
+The target is read from its GGUF file and held against transformers (goldens/make_smollm2.py).
+"""
 
 import hashlib
 import json
@@ -7,10 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import dflash_jax
 from dflash_jax import Engine, SamplingParams
+from dflash_jax.loading import SMOLLM2_DRAFTER
 from tests.goldens.smollm2_prompts import NEW_TOKENS, PROMPTS
 
 VARIABLE = "DFLASH_SMOLLM2"
@@ -37,7 +42,7 @@ def path() -> Path:
 
 @pytest.fixture(scope="module")
 def engine(path: Path) -> Engine:
-    return dflash_jax.load(path, dtype="float32")
+    return dflash_jax.load(path, SMOLLM2_DRAFTER, dtype="float32")
 
 
 def test_prompts_are_tokenised_and_rendered_as_by_the_reference(engine: Engine):
@@ -58,10 +63,24 @@ def test_greedy_answers_are_those_of_the_reference(engine: Engine):
     assert len(parted) <= 2, parted
 
 
+def test_drafts_change_no_token_and_are_accepted(engine: Engine):
+    prompts = [entry["prompt"] for entry in GOLDEN["entries"]][:8]
+    done = {
+        method: engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, method=method, tree_budget=31))
+        for method in ("ar", "dflash", "ddtree")
+    }
+    tau = {method: np.mean([c.mean_accepted_length for c in completions]) for method, completions in done.items()}
+    print({method: round(float(value), 2) for method, value in tau.items()})
+    for method in ("dflash", "ddtree"):
+        assert [c.token_ids for c in done[method]] == [c.token_ids for c in done["ar"]]
+    assert tau["ddtree"] > tau["dflash"] > 2
+
+
 def test_the_command_line_takes_the_file_and_its_folder(path: Path):
     texts = []
-    for model in (path, path.parent):
+    for model, *drafter in ((path,), (path.parent, "--draft-model", str(SMOLLM2_DRAFTER))):
         arguments = ["--model", str(model), "--prompt", "What is the capital of France?", "--max-new-tokens", "16"]
+        arguments += drafter
         done = subprocess.run(
             [sys.executable, "-m", "dflash_jax.generate", *arguments, "--json"],
             capture_output=True, text=True, check=True,
