@@ -20,8 +20,8 @@ from pallas_kernels.dispatch import compiled_once
 
 KEY_BITS = 30
 IMPOSSIBLE = (1 << KEY_BITS) - 1  # as in `dflash_jax.tree`
-# Prefixes that each other one is compared with at a time.
-TOGETHER = 8
+# Comparisons of prefixes at a time, for all of a depth: registers of a program hold so many.
+COMPARED = 256
 
 
 def pairs_of(budget: int) -> tuple[np.ndarray, np.ndarray]:
@@ -76,6 +76,7 @@ def _kernel(
     slot = pl.program_id(0)
     kept = min(budget, pairs)
     wide, deep = pl.next_power_of_2(budget), pl.next_power_of_2(length)
+    together = max(COMPARED // wide, 1)
     depth, place = jnp.arange(deep)[:, None], jnp.arange(wide)[None, :]
     depth_in, place_in = jnp.minimum(depth, length - 1), jnp.minimum(place, budget - 1)
     listed = (depth < length) & (place < budget)
@@ -109,7 +110,7 @@ def _kernel(
         own, which = (plgpu.load(packed_ref.at[slot, i, depth_in, place_in], mask=held, other=0) for i in (0, 1))
 
         def count(index, rank, own=own, joined=joined):
-            others = index * TOGETHER + jnp.arange(TOGETHER)
+            others = index * together + jnp.arange(together)
             there = joined & (others < kept)[None, :]
             at = jnp.minimum(others, budget - 1)[None, :]
             cost = plgpu.load(packed_ref.at[slot, 0, depth_in, at], mask=there, other=IMPOSSIBLE)[:, None, :]
@@ -117,7 +118,7 @@ def _kernel(
             before = (cost < own[:, :, None]) | ((cost == own[:, :, None]) & earlier)
             return rank + jnp.sum(before.astype(jnp.int32), axis=2)
 
-        rank = lax.fori_loop(0, -(-kept // TOGETHER), count, jnp.zeros(own.shape, jnp.int32))
+        rank = lax.fori_loop(0, -(-kept // together), count, jnp.zeros(own.shape, jnp.int32))
         rank = apart(held, rank, budget)
         plgpu.store(lists_ref.at[slot, step + 1, depth, rank], own, mask=held)
         plgpu.store(joins_ref.at[slot, step, depth, rank], which, mask=held)
@@ -197,10 +198,14 @@ def _kernel(
     real = rows <= budget
     behind = jnp.clip(rows - 1, 0, budget - 1)
 
-    begin = jnp.ones((rows.shape[0], rows.shape[0]), jnp.bool_)
-    for at in range(length):
+
+    def begins(at, all_of_them):
         ranks = plgpu.load(ranks_ref.at[slot, 0, behind, at], mask=real & (rows > 0), other=-1)
-        begin &= (ranks[None, :] < 0) | (ranks[None, :] == ranks[:, None])
+        below, above = ranks[:, None], ranks[None, :]
+        return all_of_them & ((above < 0) | (above == below)).astype(jnp.int32)
+
+    full = jnp.ones((rows.shape[0], rows.shape[0]), jnp.int32)
+    begin = lax.fori_loop(0, length, begins, full) > 0
     valid = rows <= count_of
     ancestors = (begin & valid[:, None] & valid[None, :]) | (rows[:, None] == rows[None, :])
     both = real[:, None] & real[None, :]
