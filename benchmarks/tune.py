@@ -162,6 +162,8 @@ def run(args: argparse.Namespace, pairs: Iterable[tuple[TargetConfig, DrafterCon
         products |= products_of(target, drafter, args.tp)
     kind = target_device().device_kind
     path = (table.SHIPPED if args.ship else table.user_folder()) / table.file_name(kind)
+    if args.new and path.is_file():
+        products -= table.read(path).keys()
     print(f"{len(products)} products of a round on {kind}; the winners go to {path}", flush=True)
     began, times = time.monotonic(), {}
     for product in sorted(products):
@@ -195,6 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=900.0, help="stop after so many (default: 900)")
     parser.add_argument("--sample", type=float, default=0.01, help="seconds of one sample (default: 0.01)")
     parser.add_argument("--threads", type=int, default=8, help="that compile (default: 8)")
+    parser.add_argument("--new", action="store_true", help="only products that the table does not have yet")
     parser.add_argument("--ship", action="store_true", help="write the package's table of this device")
     parser.add_argument("--interpret", action="store_true", help="without a GPU, to see that it runs")
     args = parser.parse_args(argv)
