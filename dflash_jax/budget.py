@@ -127,7 +127,7 @@ class BudgetController:
             self._learned(steer.without_drafts(beliefs, 1, seconds, ON_HOST))
         elif rounds := int(np.sum(evidence.rounds)):
             reached, predicted = (np.sum(x, axis=0).tolist() for x in (evidence.reached, evidence.predicted))
-            self._learned(steer.with_drafts(beliefs, index, rounds, reached, predicted, seconds, ON_HOST))
+            self._learned(steer.with_drafts(beliefs, index, rounds, 1, reached, predicted, seconds, ON_HOST))
 
 
 def steering_of(

@@ -14,7 +14,7 @@ from dflash_jax.mtp import MTP
 from dflash_jax.round import DecodeState, RoundOutput, RoundSpec, rounds_of, speculative_round, write_context
 from dflash_jax.sampling import empty_logprobs
 from dflash_jax.settle import Evidence
-from dflash_jax.steering import PLAIN_ROUNDS, Steering
+from dflash_jax.steering import Steering
 from dflash_jax.target import Target
 from pallas_kernels.scalars import scalars
 
@@ -73,8 +73,7 @@ def _empty(target: Target, spec: RoundSpec, slots: int, buffer: int, steering: S
         used = jnp.zeros((slots, buckets), jnp.int32)
         return dataclasses.replace(output, used=used, beliefs=jnp.asarray(steering.beliefs))
     if buckets and spec.budget:
-        sums = jnp.zeros((slots, buckets), jnp.float32)
-        return dataclasses.replace(output, evidence=Evidence(jnp.zeros((slots,), jnp.int32), sums, sums))
+        return dataclasses.replace(output, evidence=_no_evidence(slots, buckets))
     return output
 
 
@@ -137,10 +136,8 @@ class _Loop:
         """As many rounds without a draft as leave room for their taps, which then wait for whoever drafts next."""
         state, output, rounds = carry
         assert self.max_rounds is not None and state.taps is not None
-        room = min(state.taps.shape[1], PLAIN_ROUNDS)
-        return self.repeat(
-            (self._write_taps(state), output, rounds), plain, jnp.minimum(rounds + room, self.max_rounds)
-        )
+        limit = jnp.minimum(rounds + state.taps.shape[1], self.max_rounds)
+        return self.repeat((self._write_taps(state), output, rounds), plain, limit)
 
     def _write_taps(self, state: DecodeState) -> DecodeState:
         """The taps that wait go into the draft KV; then there is room for as many more."""
@@ -149,56 +146,71 @@ class _Loop:
         return dataclasses.replace(state, cache=cache, num_taps=jnp.zeros_like(state.num_taps))
 
     def steered(self, carry: Carry, steering: Steering) -> Carry:
-        """Rounds that each take the budget of which most is expected, see `steering.py`."""
+        """Rounds of budgets of which most is expected, see `steering.py`."""
         assert self.max_rounds is not None
-        limit, budgets = self.max_rounds, self.spec.buckets
+        limit, budgets, slots = self.max_rounds, self.spec.buckets, carry[0].anchor.shape[0]
         seconds, size = jnp.asarray(steering.seconds), steering.beliefs.shape[0]
+        Steered = tuple[Carry, Array, Array]  # with the beliefs after the last decision, and what it was
 
-        def decide(beliefs: Array, told: Array, index: int | None) -> tuple[Array, Array, Array]:
-            """Beliefs from what was told of the round before, beliefs after deciding on the next, and its bucket."""
-            step = functools.partial(steer.step, index=index, budgets=budgets)
-            found = scalars(
-                step, beliefs, seconds, told, results=2 * size + 1, implementation=self.spec.implementation
-            )
-            chosen = jnp.where(steering.forced >= 0, steering.forced, found[-1].astype(jnp.int32))
-            return found[:size], found[size : 2 * size], chosen
-
-        def learn(carry: Carry, decided: Array, told: Array, new: Array, index: int) -> tuple[Carry, Array, Array]:
-            """The next carry, of a round of bucket `index` that each slot has had `new` times."""
+        def learn(carry: Carry, beliefs: Array, told: Array, index: int | None) -> Steered:
+            """What `told` says of the rounds before, and a decision on the next ones."""
+            learned, decided, plan = scalars(
+                functools.partial(steer.step, index=index, budgets=budgets), beliefs, seconds, told,
+                results=(size, size, 2), implementation=self.spec.implementation,
+            )  # fmt: skip
+            plan = plan.astype(jnp.int32)
+            plan = plan.at[0].set(jnp.where(steering.forced >= 0, steering.forced, plan[0]))
             state, output, rounds = carry
+            return (state, dataclasses.replace(output, beliefs=learned, evidence=None), rounds), decided, plan
+
+        def used(output: RoundOutput, rounds: Array, index: int) -> RoundOutput:
             assert output.used is not None
-            beliefs, decided, chosen = decide(decided, told, index)
-            used = output.used + new[:, None] * (jnp.arange(len(budgets)) == index)
-            output = dataclasses.replace(output, used=used, beliefs=beliefs, evidence=None)
-            return (state, output, rounds), decided, chosen
+            more = rounds[:, None] * (jnp.arange(len(budgets)) == index)
+            return dataclasses.replace(output, used=output.used + more)
 
-        def plain(carry: Carry, decided: Array, spec: RoundSpec) -> tuple[Carry, Array, Array]:
-            after = self.stretch(carry, spec)
-            told = (after[2] - carry[2]).astype(jnp.float32)[None]
-            return learn(after, decided, told, jnp.sum(after[0].histogram - carry[0].histogram, axis=1), 0)
+        def plain(steered: Steered, spec: RoundSpec) -> Steered:
+            (before, output, begun), beliefs, plan = steered
+            assert before.taps is not None
+            until = jnp.minimum(begun + plan[1], limit)
+            rest = dataclasses.replace(self, max_rounds=until)
+            after, output, rounds = jax.lax.while_loop(
+                lambda c: self.going(c, until), lambda c: rest.stretch(c, spec), (before, output, begun)
+            )
+            output = used(output, jnp.sum(after.histogram - before.histogram, axis=1), 0)
+            told = (rounds - begun).astype(jnp.float32)[None]
+            return learn((after, output, rounds), beliefs, told, 0)
 
-        def drafting(carry: Carry, decided: Array, spec: RoundSpec, index: int) -> tuple[Carry, Array, Array]:
-            after = self.one(carry, spec)
-            evidence = after[1].evidence
-            assert evidence is not None
-            rounds = evidence.rounds.astype(jnp.float32)
-            told = jnp.sum(jnp.concatenate([rounds[:, None], evidence.reached, evidence.predicted], axis=1), axis=0)
-            return learn(after, decided, told, evidence.rounds, index)
+        def drafting(steered: Steered, spec: RoundSpec, index: int) -> Steered:
+            (state, output, begun), beliefs, plan = steered
+            output = dataclasses.replace(output, evidence=_no_evidence(slots, len(budgets)))
+            until = jnp.minimum(begun + plan[1], limit)
+            state, output, rounds = self.repeat((state, output, begun), spec, until)
+            found = output.evidence
+            assert found is not None
+            count = found.rounds.astype(jnp.float32)
+            sums = jnp.sum(jnp.concatenate([count[:, None], found.reached, found.predicted], axis=1), axis=0)
+            told = jnp.concatenate([(rounds - begun).astype(jnp.float32)[None], sums])
+            return learn((state, used(output, found.rounds, index), rounds), beliefs, told, index)
 
-        branches: list[Callable[[Carry, Array], tuple[Carry, Array, Array]]] = []
-        for index, spec in enumerate(rounds_of(self.spec)):
+        def staying(index: int, spec: RoundSpec) -> Callable[[Steered], Steered]:
+            """Rounds of a bucket as long as it is the choice: it costs less to stay than to leave and come back."""
+            body = functools.partial(plain, spec=spec)
             if spec.budget:
-                branches.append(functools.partial(drafting, spec=spec, index=index))
-            else:
-                branches.append(functools.partial(plain, spec=spec))
+                body = functools.partial(drafting, spec=spec, index=index)
+            return lambda steered: jax.lax.while_loop(
+                lambda c: self.going(c[0], limit) & (c[2][0] == index), body, steered
+            )
 
-        beliefs, decided, chosen = decide(jnp.asarray(steering.beliefs), jnp.asarray(steering.keep)[None], None)
-        carry = carry[0], dataclasses.replace(carry[1], beliefs=beliefs), carry[2]
+        branches = [staying(index, spec) for index, spec in enumerate(rounds_of(self.spec))]
+        start = learn(carry, jnp.asarray(steering.beliefs), jnp.asarray(steering.keep)[None], None)
         return jax.lax.while_loop(
-            lambda c: self.going(c[0], limit),
-            lambda c: jax.lax.switch(c[2], branches, c[0], c[1]),
-            (carry, decided, chosen),
+            lambda c: self.going(c[0], limit), lambda c: jax.lax.switch(c[2][0], branches, c), start
         )[0]
+
+
+def _no_evidence(slots: int, buckets: int) -> Evidence:
+    sums = jnp.zeros((slots, buckets), jnp.float32)
+    return Evidence(jnp.zeros((slots,), jnp.int32), sums, sums)
 
 
 def _restore(state: DecodeState, before: DecodeState, own: Bool[Array, " B"]) -> DecodeState:

@@ -40,8 +40,8 @@ MARGIN = 1.02
 # Share of the decoding time that trying other buckets may cost, saved for at most so many rounds of the first one; and
 # rounds that lie between two trials.
 EXPLORATION, SAVED, APART = 0.015, 2, 8
-# Rounds without a draft between two decisions.
-PLAIN_ROUNDS = 16
+# Rounds between two decisions: with drafts, and without, where they have less to tell.
+DRAFT_ROUNDS, PLAIN_ROUNDS = 4, 32
 
 Scalar = Any  # a Python float or bool, or a JAX array without axes
 
@@ -212,7 +212,7 @@ def choose(seconds: Sequence[Scalar], tokens: Sequence[Scalar], a: Arithmetic = 
 
 
 def decide(b: Beliefs, seconds: Sequence[Scalar], budgets: Sequence[int], a: Arithmetic) -> tuple[Beliefs, Scalar]:
-    """Index of the bucket of the next round (of the next `PLAIN_ROUNDS` if it is 0), which may be one to try."""
+    """Index of the bucket of the next rounds; if it is one to try, of the next one alone, and `since` is then 0."""
     tokens = expected_tokens(b, budgets, a)
     best = choose(seconds, tokens, a)
     # The next larger one, or of all drafts the most promising.
@@ -248,16 +248,18 @@ def without_drafts(b: Beliefs, rounds: Scalar, seconds: Sequence[Scalar], a: Ari
 
 
 def with_drafts(
-    b: Beliefs, index: int, rounds: Scalar, reached: list[Scalar], predicted: list[Scalar],
+    b: Beliefs, index: int, rounds: Scalar, ran: Scalar, reached: list[Scalar], predicted: list[Scalar],
     seconds: Sequence[Scalar], a: Arithmetic,
 ) -> Beliefs:  # fmt: skip
-    """After one round of bucket `index`.
+    """After rounds of bucket `index`.
 
     Args:
-      rounds: slots that were active in it, at least one.
-      reached, predicted: `settle.Evidence`, summed over them.
+      index: see above.
+      rounds: how many there were, those of all slots together, at least one.
+      ran: how many one after the other.
+      reached, predicted: `settle.Evidence`, summed over all.
     """
-    b = _ran(b, 1.0, seconds[index], seconds, a)
+    b = _ran(b, ran, ran * seconds[index], seconds, a)
     return dataclasses.replace(
         b,
         short=b.short.add(index, rounds, reached, predicted, _faded(SHORT_MEMORY, rounds, a)),
@@ -273,17 +275,19 @@ def renewed(b: Beliefs, keep: Scalar, a: Arithmetic) -> Beliefs:
 
 def step(
     beliefs: list[Scalar], seconds: list[Scalar], told: list[Scalar], *, index: int | None, budgets: tuple[int, ...]
-) -> list[Scalar]:
-    """What a device does between two rounds: it learns from the one and decides on the next.
+) -> tuple[list[Scalar], list[Scalar], list[Scalar]]:
+    """What a device does between two stretches of rounds: it learns from the one and decides on the next.
 
     Args:
       beliefs, seconds: see `Steering`.
-      told: of a round that drafts: the slots that were active, what they reached and what was predicted, a bucket each;
-        of rounds without a draft how many they were; before the first round `Steering.keep`.
-      index: of the bucket of the round; None before the first one.
+      told: how many rounds there were; of rounds with drafts also how many of all slots together, what they reached and
+        what was predicted, a bucket each. Before the first round `Steering.keep`.
+      index: of the bucket of the rounds; None before the first one.
+      budgets: of the buckets.
 
     Returns:
-      The beliefs; the beliefs after the decision, which may have spent some credit; the index of the next bucket.
+      The beliefs; the beliefs after the decision, which may have spent some credit; the index of the next bucket and
+      for how many rounds.
     """
     a, b, buckets = ON_DEVICE, unpack(beliefs), len(budgets)
     if index is None:
@@ -291,6 +295,7 @@ def step(
     elif index == 0:
         b = without_drafts(b, told[0], seconds, a)
     else:
-        b = with_drafts(b, index, told[0], told[1 : 1 + buckets], told[1 + buckets :], seconds, a)
+        b = with_drafts(b, index, told[1], told[0], told[2 : 2 + buckets], told[2 + buckets :], seconds, a)
     decided, chosen = decide(b, seconds, budgets, a)
-    return [*numbers_of(b), *numbers_of(decided), chosen]
+    rounds = a.where(chosen == 0.0, float(PLAIN_ROUNDS), a.where(decided.since < 0.5, 1.0, float(DRAFT_ROUNDS)))
+    return numbers_of(b), numbers_of(decided), [chosen, rounds]

@@ -13,26 +13,26 @@ MAX_NUMBERS = 256
 
 
 def scalars(
-    function: Callable[..., Sequence[Any]],
+    function: Callable[..., Sequence[Sequence[Any]]],
     *arrays: Float[Array, " _"],
-    results: int,
+    results: tuple[int, ...],
     implementation: Implementation = "auto",
-) -> Float[Array, " R"]:
-    """`function` of the numbers in some arrays, each a list of scalars, whose results become an array.
+) -> tuple[Float[Array, " _"], ...]:
+    """`function` of the numbers in some arrays, each a list of scalars, whose results become arrays.
 
     XLA makes a launch of every few operations on scalars; the kernel does all of them in one.
 
     Args:
-      function: takes a list for each array and returns a list. Hashable and alike from call to call: a module's own, or
+      function: takes a list for each array and returns lists. Hashable and alike from call to call: a module's own, or
         a `functools.partial` of one.
       arrays: one axis each, fp32.
-      results: how many numbers it returns.
+      results: how many numbers there are in each list that it returns.
       implementation: "auto", "xla" or "pallas".
 
     Raises:
       UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
-    numbers = sum(x.shape[0] for x in arrays) + results
+    numbers = sum(x.shape[0] for x in arrays) + sum(results)
     reason = f"{numbers} numbers are more than {MAX_NUMBERS}" if numbers > MAX_NUMBERS else None
     if resolve("scalars", implementation, reason) == "xla":
         return reference.scalars(function, *arrays)

@@ -13,25 +13,25 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import compiled_once
 
 
-def _kernel(*refs, function):
-    *arrays, out_ref = refs
-    lists = [[ref[i] for i in range(ref.shape[0])] for ref in arrays]
-    for i, result in enumerate(function(*lists)):
-        out_ref[i] = jnp.asarray(result, jnp.float32)
+def _kernel(*refs, function, inputs):
+    lists = [[ref[i] for i in range(ref.shape[0])] for ref in refs[:inputs]]
+    for ref, result in zip(refs[inputs:], function(*lists), strict=True):
+        for i, number in enumerate(result):
+            ref[i] = jnp.asarray(number, jnp.float32)
 
 
 @compiled_once("function", "results", "interpret")
 def scalars(
-    function: Callable[..., Sequence[Any]],
+    function: Callable[..., Sequence[Sequence[Any]]],
     arrays: Sequence[Float[Array, " _"]],
-    results: int,
+    results: tuple[int, ...],
     *,
     interpret: bool = False,
-) -> Float[Array, " R"]:
+) -> tuple[Float[Array, " _"], ...]:
     """See `pallas_kernels.scalars.api.scalars`, which checks what this kernel takes."""
     return pl.pallas_call(
-        functools.partial(_kernel, function=function),
-        out_shape=jax.ShapeDtypeStruct((results,), jnp.float32),
+        functools.partial(_kernel, function=function, inputs=len(arrays)),
+        out_shape=tuple(jax.ShapeDtypeStruct((size,), jnp.float32) for size in results),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="scalars",
