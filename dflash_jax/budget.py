@@ -69,6 +69,7 @@ class BudgetController:
         self._width = next(iter(self._curves))
         self._numbers: np.ndarray | jax.Array = steer.first_beliefs(len(self.curve.buckets))
         self._keep = 1.0  # see `Steering`
+        self._used: int | None = None  # bucket of the last round that the host chose
 
     @property
     def curve(self) -> LatencyCurve:
@@ -111,9 +112,12 @@ class BudgetController:
 
     def next(self) -> int:
         """Index of the bucket of the next round."""
-        beliefs, index = steer.decide(self._beliefs(), self.curve.seconds, self.curve.buckets, ON_HOST)
+        beliefs, index = steer.decide(
+            self._beliefs(), self.curve.seconds, self.curve.buckets, self._used, ON_HOST
+        )
         self._learned(beliefs)
-        return int(index)
+        self._used = int(index)
+        return self._used
 
     def observe(self, index: int, evidence: Evidence | None) -> None:
         """Takes in a round.

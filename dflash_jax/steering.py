@@ -37,9 +37,11 @@ GRACE = 8
 HOPE = 1.2
 # Drafting must promise so many times the autoregressive rate: being wrong costs more on that side.
 MARGIN = 1.02
+# And another bucket so many times the rate of the one in use: to leave it costs a part of a small model's round.
+STAY = 1.03
 # Share of the decoding time that trying other buckets may cost, saved for at most so many rounds of the first one; and
 # rounds that lie between two trials.
-EXPLORATION, SAVED, APART = 0.015, 2, 8
+EXPLORATION, SAVED, APART = 0.01, 2, 8
 # Rounds between two decisions: with drafts, and without, where they have less to tell.
 DRAFT_ROUNDS, PLAIN_ROUNDS = 4, 32
 
@@ -200,21 +202,30 @@ def _at(values: Sequence[Scalar], index: Scalar, a: Arithmetic) -> Scalar:
     return found
 
 
-def choose(seconds: Sequence[Scalar], tokens: Sequence[Scalar], a: Arithmetic = ON_HOST) -> Scalar:
+def choose(
+    seconds: Sequence[Scalar], tokens: Sequence[Scalar], used: int | None = None, a: Arithmetic = ON_HOST
+) -> Scalar:
     """Index of the bucket that emits most tokens a second, 0 unless another gains by `MARGIN`; the smallest of equals.
 
     Args:
       seconds: of a round, a bucket.
       tokens: expected of a round.
+      used: index of the bucket in use, which stays unless another gains by `STAY`; None for none.
     """
     rates = [MARGIN * tokens[0] / seconds[0], *(t / s for t, s in zip(tokens[1:], seconds[1:], strict=True))]
+    rates = [STAY * rate if k == used else rate for k, rate in enumerate(rates)]
     return _largest(rates, a)
 
 
-def decide(b: Beliefs, seconds: Sequence[Scalar], budgets: Sequence[int], a: Arithmetic) -> tuple[Beliefs, Scalar]:
-    """Index of the bucket of the next rounds; if it is one to try, of the next one alone, and `since` is then 0."""
+def decide(
+    b: Beliefs, seconds: Sequence[Scalar], budgets: Sequence[int], used: int | None, a: Arithmetic
+) -> tuple[Beliefs, Scalar]:
+    """Index of the bucket of the next rounds; if it is one to try, of the next one alone, and `since` is then 0.
+
+    `used` is the index of the bucket in use, if any.
+    """
     tokens = expected_tokens(b, budgets, a)
-    best = choose(seconds, tokens, a)
+    best = choose(seconds, tokens, used, a)
     # The next larger one, or of all drafts the most promising.
     promising = 1.0 + _largest([t / s for t, s in zip(tokens[1:], seconds[1:], strict=True)], a)
     tried = a.where(best == 0.0, promising, a.minimum(best + 1.0, len(budgets) - 1.0))
@@ -296,6 +307,6 @@ def step(
         b = without_drafts(b, told[0], seconds, a)
     else:
         b = with_drafts(b, index, told[1], told[0], told[2 : 2 + buckets], told[2 + buckets :], seconds, a)
-    decided, chosen = decide(b, seconds, budgets, a)
+    decided, chosen = decide(b, seconds, budgets, index, a)
     rounds = a.where(chosen == 0.0, float(PLAIN_ROUNDS), a.where(decided.since < 0.5, 1.0, float(DRAFT_ROUNDS)))
     return numbers_of(b), numbers_of(decided), [chosen, rounds]

@@ -18,10 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.dispatch import compiled_once
 
-KEY_BITS = 30
-IMPOSSIBLE = (1 << KEY_BITS) - 1  # as in `dflash_jax.tree`
-# Comparisons of prefixes at a time, for all of a depth: registers of a program hold so many.
-COMPARED = 256
+IMPOSSIBLE = (1 << 30) - 1  # as in `dflash_jax.tree`
 
 
 def pairs_of(budget: int) -> tuple[np.ndarray, np.ndarray]:
@@ -31,20 +28,18 @@ def pairs_of(budget: int) -> tuple[np.ndarray, np.ndarray]:
     return left.astype(np.int32), right.astype(np.int32)
 
 
-def _smallest(keys, live, k: int, axis: int):
-    """Which live keys (0 to `IMPOSSIBLE`) of each list along `axis` are the k smallest, the first of equal ones."""
+def _smallest(keys, live, k: int, bits: int, axis: int):
+    """Which keys (from 0, below 2**bits) of each list along `axis` are the k smallest, the first of equal ones."""
 
     def along(x):
         return jnp.sum(x.astype(jnp.int32), axis=axis, keepdims=True)
 
-    def digit(index, found):
-        """The next two bits of the threshold: three counts that do not wait for each other."""
-        unit = lax.shift_left(jnp.int32(1), KEY_BITS - 2 - 2 * index)
-        taken = [(along(live & (keys < found + i * unit)) < k).astype(jnp.int32) for i in (1, 2, 3)]
-        return found + unit * (taken[0] + taken[1] + taken[2])
+    def bit(index, found):
+        tried = found + lax.shift_left(jnp.int32(1), bits - 1 - index)
+        return jnp.where(along(live & (keys < tried)) < k, tried, found)
 
     shape = tuple(1 if i == axis else size for i, size in enumerate(keys.shape))
-    most = lax.fori_loop(0, KEY_BITS // 2, digit, jnp.zeros(shape, jnp.int32))
+    most = lax.fori_loop(0, bits, bit, jnp.zeros(shape, jnp.int32))
     below, equal = live & (keys < most), live & (keys == most)
     return below | (equal & (jnp.cumsum(equal.astype(jnp.int32), axis=axis) <= k - along(below)))
 
@@ -76,7 +71,6 @@ def _kernel(
     slot = pl.program_id(0)
     kept = min(budget, pairs)
     wide, deep = pl.next_power_of_2(budget), pl.next_power_of_2(length)
-    together = max(COMPARED // wide, 1)
     depth, place = jnp.arange(deep)[:, None], jnp.arange(wide)[None, :]
     depth_in, place_in = jnp.minimum(depth, length - 1), jnp.minimum(place, budget - 1)
     listed = (depth < length) & (place < budget)
@@ -101,7 +95,7 @@ def _kernel(
         begin = plgpu.load(lists_ref.at[slot, step, jnp.maximum(depth_in - span, 0), left])
         end = plgpu.load(lists_ref.at[slot, step, depth_in, right])
         costs = jnp.minimum(begin + end, IMPOSSIBLE)
-        best = _smallest(costs, live, kept, 1)
+        best = _smallest(costs, live, kept, 30, 1)
         packed = apart(best, jnp.cumsum(best.astype(jnp.int32), axis=1) - 1, budget)
         plgpu.store(packed_ref.at[slot, 0, depth, packed], costs, mask=best)
         plgpu.store(packed_ref.at[slot, 1, depth, packed], jnp.broadcast_to(pair[None, :], best.shape), mask=best)
@@ -109,17 +103,11 @@ def _kernel(
         held = joined & (place < kept)
         own, which = (plgpu.load(packed_ref.at[slot, i, depth_in, place_in], mask=held, other=0) for i in (0, 1))
 
-        def count(index, rank, own=own, joined=joined):
-            others = index * together + jnp.arange(together)
-            there = joined & (others < kept)[None, :]
-            at = jnp.minimum(others, budget - 1)[None, :]
-            cost = plgpu.load(packed_ref.at[slot, 0, depth_in, at], mask=there, other=IMPOSSIBLE)[:, None, :]
-            earlier = (others[None, None, :] < place[:, :, None]) & there[:, None, :]
-            before = (cost < own[:, :, None]) | ((cost == own[:, :, None]) & earlier)
-            return rank + jnp.sum(before.astype(jnp.int32), axis=2)
+        def count(other, rank, own=own, joined=joined):
+            cost = plgpu.load(packed_ref.at[slot, 0, depth_in, other], mask=joined, other=0)
+            return rank + ((cost < own) | ((cost == own) & (other < place))).astype(jnp.int32)
 
-        rank = lax.fori_loop(0, -(-kept // together), count, jnp.zeros(own.shape, jnp.int32))
-        rank = apart(held, rank, budget)
+        rank = apart(held, lax.fori_loop(0, kept, count, jnp.zeros(own.shape, jnp.int32)), budget)
         plgpu.store(lists_ref.at[slot, step + 1, depth, rank], own, mask=held)
         plgpu.store(joins_ref.at[slot, step, depth, rank], which, mask=held)
         # Shorter prefixes stay, and what no pair fills is impossible.
@@ -138,7 +126,7 @@ def _kernel(
     costs = plgpu.load(lists_ref.at[slot, steps, level, position])
     possible = real & (costs < IMPOSSIBLE)
     keys = jnp.where(possible & (position == 0) & (level < spine), 0, costs + 1)
-    chosen = _smallest(keys, possible, budget, 0)
+    chosen = possible & _smallest(keys, real, budget, 31, 0)
     count_of = jnp.sum(chosen.astype(jnp.int32))
     row = apart(chosen, jnp.cumsum(chosen.astype(jnp.int32)) - 1, budget)
     plgpu.store(chosen_ref.at[slot, 0, row], entry, mask=chosen)
@@ -152,9 +140,12 @@ def _kernel(
     key = plgpu.load(chosen_ref.at[slot, 1, node_in], mask=is_node, other=0)
     level, position = jnp.where(is_node, lax.div(entry, budget), -1), lax.rem(entry, budget)
 
-    others, own_key = key[None, :], key[:, None]
-    smaller = (others < own_key) | ((others == own_key) & (node[None, :] < node[:, None]))
-    taken_as = 1 + jnp.sum((smaller & is_node[None, :]).astype(jnp.int32), axis=1)
+    def earlier(other, rank):
+        before = chosen_ref[slot, 1, other]
+        smaller = (before < key) | ((before == key) & (other < node))
+        return rank + (smaller & (other < count_of)).astype(jnp.int32)
+
+    taken_as = 1 + lax.fori_loop(0, budget, earlier, jnp.zeros_like(node))
     taken = plgpu.load(lists_ref.at[slot, steps, jnp.maximum(level, 0), position])
     plgpu.store(taken_ref.at[slot, node], taken, mask=node < budget)
 
@@ -198,7 +189,6 @@ def _kernel(
     real = rows <= budget
     behind = jnp.clip(rows - 1, 0, budget - 1)
 
-
     def begins(at, all_of_them):
         ranks = plgpu.load(ranks_ref.at[slot, 0, behind, at], mask=real & (rows > 0), other=-1)
         below, above = ranks[:, None], ranks[None, :]
@@ -214,7 +204,7 @@ def _kernel(
     plgpu.store(parents_ref.at[slot, rows], jnp.max(above, axis=1), mask=real)
 
 
-@compiled_once("budget", "spine", "warps", "interpret")
+@compiled_once("budget", "spine", "interpret")
 def search(
     anchor: Int[Array, "B"],
     costs: Int[Array, "B L K"],
@@ -224,7 +214,6 @@ def search(
     *,
     budget: int,
     spine: int,
-    warps: int = 8,
     interpret: bool = False,
 ) -> tuple[
     Int[Array, "B N"], Int[Array, "B N"], Int[Array, "B N"], Bool[Array, "B N N"], Bool[Array, "B N"],
@@ -246,7 +235,7 @@ def search(
             numbers(steps + 1, length, budget), numbers(max(steps, 1), length, budget), numbers(2, length, budget),
             numbers(2, budget), numbers(steps + 1, budget, length),
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="tree_search",
     )(costs, candidates, anchor.astype(jnp.int32), jnp.asarray(left), jnp.asarray(right))  # fmt: skip
