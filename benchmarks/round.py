@@ -313,8 +313,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result["memory"] = {"peak": stats.get("peak_bytes_in_use"), "weights": sum(bench.bytes)}
         print(f"peak memory {stats.get('peak_bytes_in_use', 0) / 2**30:.2f} GiB of {device}")
     if args.profile:
-        bench.programs.whole_loops = False  # a profiler sees no kernels in a loop that is one CUDA graph
-        bench.programs.compiled.clear()
         for case in cases[: len(args.methods)]:
             folder = Path(args.profile) / f"{case.method.replace(':', '')}-{case.context}-{case.batch}"
             bench.run(case, FEW)

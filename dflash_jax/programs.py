@@ -34,12 +34,9 @@ from pallas_kernels import dispatch
 
 # From how many rows on products with weights are left to cuBLAS, and of how wide a model.
 CUBLAS_ROWS, CUBLAS_WIDTH = 33, 2048
-# What XLA makes CUDA graphs of: its usual list, and whole loops, of which it else asks the host before each round
-# whether there is one. On an H200 that is 30 of the 250 us that a step of the bundled model takes.
-GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
 
 
-def _options(rows: int, width: int, whole_loops: bool) -> dict[str, bool | int | str] | None:
+def _options(rows: int, width: int) -> dict[str, bool | int | str] | None:
     """Compiler options of a program whose products with weights have so many rows and inputs; None for XLA's own.
 
     On a GPU, products that share an input stay as they are: XLA would join them by copying their weights side by side
@@ -49,8 +46,6 @@ def _options(rows: int, width: int, whole_loops: bool) -> dict[str, bool | int |
     if dispatch.target_device().platform not in ("gpu", "cuda"):
         return None
     options: dict[str, bool | int | str] = {"xla_disable_hlo_passes": "dot-merger"}
-    if whole_loops:
-        options["xla_gpu_enable_command_buffer"] = GRAPHS
     if rows >= CUBLAS_ROWS and width >= CUBLAS_WIDTH:
         options["xla_gpu_enable_triton_gemm"] = False
     return options
@@ -81,7 +76,6 @@ class Programs:
       compiled: the programs, by name, static key and shapes.
       compile_seconds: time spent compiling so far.
       on_compile: called with a description before each compilation.
-      whole_loops: whether loops become CUDA graphs as a whole, of those compiled from now on.
     """
 
     def __init__(
@@ -99,7 +93,6 @@ class Programs:
         self._choices: dict[Any, dispatch.Choices] = {}
         self.compile_seconds = 0.0
         self.on_compile: Callable[[str], None] = lambda name: None
-        self.whole_loops = True
         # Of programs that are compiled side by side: guards what to say of all of them, which is said once.
         self._lock = threading.Lock()
         self._together: str | None = None
@@ -134,7 +127,7 @@ class Programs:
         if key not in self.compiled:
             self._announce(name)
             start = time.perf_counter()
-            options = _options(rows, self._config.hidden_size, self.whole_loops)
+            options = _options(rows, self._config.hidden_size)
             mesh = None if self._mesh is None else str(self._mesh.shape)
             kept = executables.entry(self._devices, arguments, (key[:2], options, mesh), self._outline)
             if kept is not None and (found := kept.load(arguments)) is not None:
