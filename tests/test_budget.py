@@ -427,7 +427,7 @@ def test_tokens_are_autoregressive_while_every_burst_takes_another_bucket(bursts
     for (index, rounds), output, histogram in ran:
         assert output.used is not None
         # Rounds of a slot are those in which it was active, all of the bucket; none ran on after the burst's last one.
-        assert output.used[:, index].tolist() == (histogram - before).sum(1).tolist()
+        assert output.used[:batch, index].tolist() == (histogram - before).sum(1)[:batch].tolist()
         assert output.used.sum() == output.used[:, index].sum() and output.used.max() <= rounds
         before = histogram
 
@@ -436,12 +436,19 @@ def test_tokens_are_autoregressive_while_every_burst_takes_another_bucket(bursts
 TURNS = (0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3)
 
 
-@pytest.fixture(scope="module")
-def turning() -> Iterator[Engine]:
+@functools.cache
+def other_engine() -> Engine:
+    """Of the same models, for programs that no other test may get."""
+    return Engine(engine().target, engine().drafter, engine().tokenizer, max_slots=4, prefill_chunk=32)
+
+
+@pytest.fixture
+def turning(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine whose device takes the buckets of TURNS, one after the other, whatever rounds show.
 
     It counts its decisions in the hundreds of `since`, which no round reaches.
     """
+    expected(LONG.max_new_tokens)
 
     def decide(b, seconds, budgets, a):
         number = jnp.floor(b.since / 100)
@@ -449,10 +456,8 @@ def turning() -> Iterator[Engine]:
         chosen = sum((turn == float(i)) * float(bucket) for i, bucket in enumerate(TURNS))
         return dataclasses.replace(b, since=100 * (number + 1)), chosen
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steering, "decide", decide)
-        one = Engine(engine().target, engine().drafter, engine().tokenizer, max_slots=4, prefill_chunk=32)
-        yield one
+    monkeypatch.setattr(steering, "decide", decide)
+    return other_engine()
 
 
 LONG = dataclasses.replace(AUTO, max_new_tokens=70)
@@ -595,7 +600,8 @@ def test_the_curve_is_measured_once_a_shape_and_fixed_budgets_need_none(monkeypa
     forced.clear()
     again = fresh.generate(prompts()[:1], AUTO)[0]
     assert again.compile_seconds == 0.0 and again.token_ids == expected()[0]
-    assert forced == [-1] and list(fresh.controllers.values()) == [controller]
+    # Of a burst that is not known to be the last one a second follows on its heels.
+    assert set(forced) == {-1} and len(forced) <= 2 and list(fresh.controllers.values()) == [controller]
     forced.clear()
     fixed = fresh.generate(prompts()[:1], dataclasses.replace(AUTO, tree_budget=7))[0]
     assert fixed.tree_budgets == {7: fixed.rounds} and len(fresh.controllers) == 1 and set(forced) == {None}
@@ -620,23 +626,29 @@ def test_a_measured_curve_tells_slow_buckets_from_fast_ones(monkeypatch: pytest.
     np.testing.assert_allclose(controller.curve.seconds, [1, 1, 3, 1])
 
 
-def test_rounds_handed_over_one_by_one_teach_the_host_what_a_burst_teaches_the_device():
-    """One text with the same curve, in a burst and as a server decodes: alike in tokens, buckets and beliefs."""
+def test_rounds_handed_over_one_by_one_teach_the_host_what_a_burst_teaches_the_device(bursts: Bursts):
+    """The same rounds of one text, as `generate` decodes and as a server does: alike in tokens, buckets and beliefs."""
+    turns = [3, 1, 0, 2, 2, 0, 0, 3]  # surplus rounds at the end draft, so that nobody takes them for any
+    engine().generate(prompts()[1:2], AUTO)  # which measures
+    likely(engine())
+    bursts.plan = ((index, 1) for index in itertools.chain(turns, itertools.repeat(3)))
     (burst,) = engine().generate(prompts()[1:2], AUTO)
-    seconds = (1.5, 1.0, 1.1, 1.6)  # drafts pay whatever they bring, so both decide after every round
-    likely(engine(), seconds)
-    (burst,) = engine().generate(prompts()[1:2], AUTO)
-    learned = [c for c in engine().controllers.values() if beliefs(c) != beliefs(BudgetController(c.curve))]
+    device = bursts.outputs[-1].beliefs
     one = Scheduler(engine(), 1, 512, burst=1, interleave=True)
     request, done = engine().request(prompts()[1], AUTO), None
+    host = BudgetController(LatencyCurve(BUCKETS, (1.0,) * len(BUCKETS)))
+    host.next = itertools.chain(turns, itertools.repeat(3)).__next__  # type: ignore[method-assign]
     one.submit(request)
+    while request.slot is None:
+        assert not one.step()
+    engine().controllers[one.curve_key(request.spec)] = host
     while one.busy:
-        if (key := one.curve_key(request.spec)) in engine().controllers and not request.emitted:
-            engine().controllers[key] = BudgetController(LatencyCurve(BUCKETS, seconds))
         for _, chunk in one.step():
             done = chunk.completion or done
-    host = engine().controllers[one.curve_key(request.spec)]
+    likely(engine())
     one.close()
     assert done is not None and done.token_ids == burst.token_ids == expected()[1]
-    assert done.tree_budgets == burst.tree_budgets and len(done.tree_budgets) > 1
-    np.testing.assert_allclose(host.steering().beliefs[:40], learned[0].steering().beliefs[:40], rtol=1e-3, atol=1e-5)
+    assert done.tree_budgets == burst.tree_budgets and set(done.tree_budgets) == set(BUCKETS)
+    assert device is not None and device[: 5 * len(BUCKETS)].max() > 1
+    sums = slice(10 * len(BUCKETS))
+    np.testing.assert_allclose(np.asarray(host.steering().beliefs)[sums], device[sums], rtol=1e-3, atol=1e-5)
