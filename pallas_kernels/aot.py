@@ -34,7 +34,7 @@ from pallas_kernels.devices import GPUS, describe
 
 # Every kernel once, as one of two GPUs runs it with the default tree budget: what `make test` has time for.
 SUBSET = (
-    r"gdn_\w+/qwen3.6-27b-tp2/bfloat16(/64|/512)?$|add_norm/qwen3.6-27b/bfloat16/64$|(qwen3.6-27b-tp2-64|27b-tp2-prefill|drafter-tp2)/bfloat16$"
+    r"gdn_\w+/qwen3.6-27b-tp2/bfloat16(/64|/512)?$|add_norm/qwen3.6-27b/bfloat16/64$|(qwen3.6-27b-tp2-64|27b-tp2-prefill|drafter-tp2)/bfloat16$|scalars/bucket3$"
 )
 
 _PARITY = "fp32 serves tests and parity only, and its split products need two or three registers a number"

@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import dflash_jax
-from dflash_jax import Engine, SamplingParams, executables
+from dflash_jax import Engine, SamplingParams, executables, programs
 from dflash_jax import round as rounds
 from dflash_jax.acceptance import greedy, sample
 from dflash_jax.loading import BUNDLED_TARGET
@@ -87,8 +87,8 @@ def test_a_second_engine_traces_nothing(folder, monkeypatch):
     def traced(*_, **__):
         raise AssertionError("a program was traced")
 
-    for name in ("decode", "prefill"):
-        monkeypatch.setattr(rounds, name, traced)
+    for module, name in ((programs, "decode"), (rounds, "prefill")):
+        monkeypatch.setattr(module, name, traced)
     second = engine()
     assert tokens(second) == expected
     (done,) = second.generate([[5, 6, 7]], PARAMS)
@@ -104,7 +104,7 @@ def test_a_folder_that_may_only_be_read_serves(folder, monkeypatch):
         raise PermissionError(errno.EACCES, "read-only")
 
     monkeypatch.setattr(os, "utime", refused)
-    monkeypatch.setattr(rounds, "decode", refused)
+    monkeypatch.setattr(programs, "decode", refused)
     assert tokens(engine()) == expected
 
 

@@ -82,7 +82,7 @@ def test_json_has_the_fields_of_completion_and_methods_agree(cli, prompt_file):
         assert (status, err) == (0, "")
         answers = objects(out)
         assert len(answers) == len(PROMPTS)
-        ops = OPS | {"draft_candidates", "tree_search"} if method == "ddtree" else OPS
+        ops = OPS | {"draft_candidates", "scalars", "tree_search"} if method == "ddtree" else OPS
         for answer in answers:
             assert list(answer) == [f.name for f in dataclasses.fields(Completion)]
             assert answer["kernels"] == dict.fromkeys(ops, "xla")

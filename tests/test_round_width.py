@@ -13,6 +13,7 @@ from dflash_jax.budget import BudgetController, LatencyCurve
 from dflash_jax.flights import Request
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.scheduler import Scheduler, widths_of
+from dflash_jax.settle import Evidence
 from dflash_jax.slots import put_slots, take_slots
 from dflash_jax.tokenizer import Tokenizer
 from tests.models import random_drafter, random_mtp, random_target
@@ -166,7 +167,7 @@ def test_caches_are_written_in_place():
     one.close()
     found = 0
     for (name, static, shapes, _), program in engine().programs.compiled.items():
-        if name == "decode" and static[-2:] == (1, True):
+        if name == "decode" and static[3:5] == (1, True):
             whole = sum(np.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
             assert program.memory_analysis().alias_size_in_bytes >= 0.99 * whole
             found += 1
@@ -177,15 +178,13 @@ def test_a_budget_is_chosen_by_the_time_of_rounds_of_this_width():
     """The chain pays alone, where a round costs its weights, and not among many, where it costs its rows."""
     few, many = (LatencyCurve((0, 7, 15), seconds) for seconds in ((1.0, 1.1, 2.0), (1.0, 6.0, 12.0)))
     controller = BudgetController({1: few, 16: many})
+    three = np.asarray([[1, 3, 3]], np.float32)
+    for _ in range(10):  # texts of which drafts bring three tokens a round, and larger trees no more
+        controller.observe(2, Evidence(np.asarray([1]), three, three))  # type: ignore[arg-type]
     chosen = {}
-    for width in (1, 16):
+    for width in (1, 16, 1):
         controller.use(width)
         assert controller.curve is (few if width == 1 else many)
-        controller.new_request(1)
-        chosen[width] = [controller.next(4)[0] for _ in range(3)][-1]  # after a look at the new text
+        np.testing.assert_allclose(controller.steering().seconds, controller.curve.seconds)  # bursts choose by it too
+        chosen[width] = controller.next()
     assert chosen == {1: 1, 16: 0}
-    controller.use(1)
-    controller.timed(1, 8.8, 4)  # a machine twice as slow: only this curve is corrected
-    assert controller.curve != few
-    controller.use(16)
-    assert controller.curve == many

@@ -18,6 +18,7 @@ from dflash_jax import SamplingParams, acceptance, sampling
 from dflash_jax import round as rounds
 from dflash_jax.acceptance import reject_and_resample, sample
 from dflash_jax.cache import Cache, RowUpdates
+from dflash_jax.decoding import decode
 from dflash_jax.round import DecodeState, RoundSpec
 from dflash_jax.sampling import DRAFT_STREAM, SamplingNeeds, SamplingState, slot_settings, tempered
 from dflash_jax.sharding import Vocabulary
@@ -116,7 +117,7 @@ def compile_rounds(spec: RoundSpec) -> Callable[[SamplingState], tuple[jax.Array
     def run(state: SamplingState) -> tuple[jax.Array, jax.Array]:
         start = toy_state(state, drafted=bool(spec.budget))
         drafter = ToyDrafter() if spec.budget else None
-        final, output = rounds.decode(ToyTarget(), drafter, start, jnp.int32(LENGTH), spec, 2 * LENGTH)
+        final, output = decode(ToyTarget(), drafter, start, jnp.int32(LENGTH), spec, 2 * LENGTH)
         return output.tokens[:, :LENGTH], final.histogram.sum(axis=0)
 
     return jax.jit(run)
