@@ -524,10 +524,38 @@ def test_beliefs_survive_a_request_and_the_next_one_forgets_its_own_text_alone(b
     assert (first.stale, second.stale) == ([0.0] * len(BUCKETS), [1.0] * len(BUCKETS))
 
 
+def test_rounds_without_drafts_age_what_is_known_of_the_text_by_their_number(bursts: Bursts):
+    """Ten of them by ten, though they run in stretches; what is known of all texts does not age."""
+    engine().generate(prompts()[:1], AUTO)
+    likely(engine())
+    bursts.outputs.clear()
+    bursts.plan = itertools.chain([(3, 2), (0, 10)], itertools.repeat((3, 100)))
+    engine().generate(prompts()[:1], AUTO)
+    before, after = (steering.unpack(x.beliefs.tolist()) for x in bursts.outputs[:2])  # type: ignore[union-attr]
+    for row in dataclasses.fields(before.short):
+        old, new = getattr(before.short, row.name), getattr(after.short, row.name)
+        assert new == pytest.approx([x * steering.SHORT_MEMORY**10 for x in old], rel=1e-5)
+    assert before.short.rounds[3] == pytest.approx(1 + steering.SHORT_MEMORY) and after.long == before.long
+    assert bursts.outputs[1].used is not None and bursts.outputs[1].used.max() == 10
+
+
+def test_a_burst_without_rounds_hands_back_what_it_was_handed(bursts: Bursts):
+    """Its first decision is not paid for: the next burst decides anew, and a look at the new text is still due."""
+    engine().generate(prompts()[:1], AUTO)
+    likely(engine())
+    bursts.plan = itertools.chain([(3, 0)], itertools.repeat((3, 100)))
+    bursts.outputs.clear()
+    (r,) = engine().generate(prompts()[:1], AUTO)
+    assert r.token_ids == expected()[0]
+    np.testing.assert_array_equal(bursts.outputs[0].beliefs, first_beliefs(len(BUCKETS)))
+    assert bursts.outputs[0].used is not None and not bursts.outputs[0].used.any()
+
+
 def test_autoregressive_rounds_leave_the_drafters_context_as_trees_do(bursts: Bursts):
     """Drafts after a switch are those of an engine that never switched: the same rounds come out."""
     prompt = prompts()[1]
-    engine().generate([prompt], AUTO)
+    bursts.plan = itertools.repeat((3, 100))
+    engine().generate([prompt[::-1]], AUTO)  # whatever pages keep of this prompt from tests before is gone
     likely(engine())
     bursts.plan = itertools.chain([(0, 2), (0, 11)], itertools.repeat((3, 100)))
     engine().generate([prompt], dataclasses.replace(AUTO, max_new_tokens=30))
