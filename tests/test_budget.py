@@ -17,7 +17,17 @@ from dflash_jax.programs import Programs
 from dflash_jax.round import RoundOutput, RoundSpec
 from dflash_jax.scheduler import Scheduler
 from dflash_jax.settle import Evidence, tell
-from dflash_jax.steering import EXPLORATION, MARGIN, ON_HOST, PLAIN_ROUNDS, Beliefs, choose, first_beliefs
+from dflash_jax.steering import (
+    DRAFT_ROUNDS,
+    EXPLORATION,
+    MARGIN,
+    ON_HOST,
+    PLAIN_ROUNDS,
+    STAY,
+    Beliefs,
+    choose,
+    first_beliefs,
+)
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tree import Tree, Walk, build_tree, walk
 from pallas_kernels.scalars import kernel, reference
@@ -80,6 +90,14 @@ def test_choose_takes_most_tokens_a_second_and_the_smaller_of_equals():
     assert choose(seconds, [1, 2.0, 2.6, 8.0]) == 3
 
 
+def test_the_bucket_in_use_stays_unless_another_gains():
+    seconds = (1.0, 2.0, 2.5, 4.0)
+    tokens = [1, 2.4, 3.0 * (1 + 0.9 * (STAY - 1)), 4.0]
+    assert choose(seconds, tokens) == choose(seconds, tokens, 0) == choose(seconds, tokens, 2) == 2
+    assert choose(seconds, tokens, 1) == 1 and choose(seconds, [1, 2.4, 3.0 * 1.01 * STAY, 4.0], 1) == 2
+    assert choose(seconds, [1, 2.0 * MARGIN * (1 + 0.9 * (STAY - 1)), 2.4, 3.0], 0) == 0
+
+
 @pytest.mark.parametrize("seconds", [(1.0, 2.0), (1.0, 2.0, 3.0, 0.0)])
 def test_a_curve_needs_a_positive_time_a_bucket(seconds: tuple[float, ...]):
     with pytest.raises(ValueError, match="positive time"):
@@ -114,7 +132,7 @@ def test_the_controller_finds_the_best_bucket(seconds: tuple[float, ...], law: l
     assert share(ran, best) > 0.85
     late = ran[len(ran) // 2 :]
     taken, emitted = (sum(row[index] for index in late) for row in (seconds, law))
-    assert taken / emitted < (1 + 1.2 * EXPLORATION) * min(s / t for s, t in zip(seconds, law, strict=True))
+    assert taken / emitted < (1 + 1.5 * EXPLORATION) * min(s / t for s, t in zip(seconds, law, strict=True))
 
 
 @by_either
@@ -283,21 +301,22 @@ def on_the_host(before: np.ndarray, seconds: np.ndarray, told: np.ndarray, index
     elif index == 0:
         b = steering.without_drafts(b, float(told[0]), times, ON_HOST)
     else:
-        numbers = told.tolist()
-        b = steering.with_drafts(
-            b, index, numbers[0], numbers[1 : 1 + buckets], numbers[1 + buckets :], times, ON_HOST
-        )
-    decided, chosen = steering.decide(b, times, BUCKETS, ON_HOST)
-    return [*steering.numbers_of(b), *steering.numbers_of(decided), chosen]
+        ran, rounds, *sums = told.tolist()
+        b = steering.with_drafts(b, index, rounds, ran, sums[:buckets], sums[buckets:], times, ON_HOST)
+    decided, chosen = steering.decide(b, times, BUCKETS, index, ON_HOST)
+    rounds = PLAIN_ROUNDS if chosen == 0 else 1 if decided.since == 0 else DRAFT_ROUNDS
+    return [*steering.numbers_of(b), *steering.numbers_of(decided), chosen, rounds]
 
 
 @functools.cache
 def device_step(interpret: bool, index: int | None) -> Callable[..., jax.Array]:
     step = functools.partial(steering.step, index=index, budgets=BUCKETS)
-    size = 2 * first_beliefs(len(BUCKETS)).size + 1
+    size = first_beliefs(len(BUCKETS)).size
 
     def run(*arrays: jax.Array) -> jax.Array:
-        return kernel.scalars(step, arrays, size, interpret=True) if interpret else reference.scalars(step, *arrays)
+        if interpret:
+            return jnp.concatenate(kernel.scalars(step, arrays, (size, size, 2), interpret=True))
+        return jnp.concatenate(reference.scalars(step, *arrays))
 
     return jax.jit(run)
 
@@ -319,15 +338,16 @@ def test_the_device_learns_and_decides_as_the_host_does(interpret: bool):
             elif index == 0:
                 told = np.asarray([float(rng.integers(1, PLAIN_ROUNDS + 1))])
             else:
-                reached = slots * np.minimum(law, law[index])
-                told = np.concatenate([[slots], reached, reached * rng.uniform(0.5, 1.5)])
+                ran = float(rng.integers(1, DRAFT_ROUNDS + 1))
+                reached = slots * ran * np.minimum(law, law[index])
+                told = np.concatenate([[ran, slots * ran], reached, reached * rng.uniform(0.5, 1.5)])
             told = told.astype(np.float32)
             found = np.asarray(device_step(interpret, index)(jnp.asarray(known), jnp.asarray(seconds), told))
             want = on_the_host(known, seconds, told, index)
             np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
-            assert found[-1] == want[-1]
+            assert found[-2:].tolist() == want[-2:]
             trials += found[2 * size - 3] < found[size - 3] and round_ % 17 != 0
-            known, index = found[size : 2 * size], int(found[-1])
+            known, index = found[size : 2 * size], int(found[-2])
             taken.add(index)
     assert taken == set(range(len(BUCKETS))) and trials > 0
 
@@ -340,8 +360,8 @@ def test_steps_without_and_with_the_decision_spent_differ_by_what_a_trial_costs(
     known = np.asarray(steering.numbers_of(b), np.float32)
     arrays = [np.asarray(x, np.float32) for x in (known, CPU_LIKE, [1.0])]
     found = np.asarray(device_step(False, None)(*arrays))
-    before, after = (steering.unpack(x.tolist()) for x in (found[: known.size], found[known.size : -1]))
-    assert found[-1] > 0 and before.credit == 5.0 and (before.since, before.fresh) == (b.since, 1.0)
+    before, after = (steering.unpack(x.tolist()) for x in (found[: known.size], found[known.size : -2]))
+    assert found[-2] > 0 and found[-1] == 1 and before.credit == 5.0 and (before.since, before.fresh) == (b.since, 1.0)
     assert after.credit < 5.0 and (after.since, after.fresh) == (0.0, 0.0)
 
 
@@ -450,17 +470,20 @@ def turning(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """
     expected(LONG.max_new_tokens)
 
-    def decide(b, seconds, budgets, a):
+    def decide(b, seconds, budgets, used, a):
         number = jnp.floor(b.since / 100)
         turn = number - len(TURNS) * jnp.floor(number / len(TURNS))
         chosen = sum((turn == float(i)) * float(bucket) for i, bucket in enumerate(TURNS))
         return dataclasses.replace(b, since=100 * (number + 1)), chosen
 
     monkeypatch.setattr(steering, "decide", decide)
+    # Few enough that a text sees all turns, more plain ones than taps can wait.
+    monkeypatch.setattr(steering, "PLAIN_ROUNDS", 12)
+    monkeypatch.setattr(steering, "DRAFT_ROUNDS", 2)
     return other_engine()
 
 
-LONG = dataclasses.replace(AUTO, max_new_tokens=70)
+LONG = dataclasses.replace(AUTO, max_new_tokens=130)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -506,7 +529,8 @@ def test_a_burst_chooses_by_its_curve_and_hands_back_what_it_learned(bursts: Bur
         known = beliefs(controller)
         np.testing.assert_array_equal(controller.steering().beliefs, bursts.outputs[0].beliefs)
         drafts = sum(count for budget, count in r.tree_budgets.items() if budget)
-        assert known.long.rounds[1] == pytest.approx(sum(steering.LONG_MEMORY**i for i in range(drafts)), rel=1e-4)
+        # A stretch of rounds fades what was before it, not itself.
+        assert known.long.rounds[1] == pytest.approx(sum(steering.LONG_MEMORY**i for i in range(drafts)), rel=0.05)
         assert r.tree_budget == BUCKETS[often] and drafts >= 4
 
 
@@ -535,7 +559,7 @@ def test_rounds_without_drafts_age_what_is_known_of_the_text_by_their_number(bur
     for row in dataclasses.fields(before.short):
         old, new = getattr(before.short, row.name), getattr(after.short, row.name)
         assert new == pytest.approx([x * steering.SHORT_MEMORY**10 for x in old], rel=1e-5)
-    assert before.short.rounds[3] == pytest.approx(1 + steering.SHORT_MEMORY) and after.long == before.long
+    assert before.short.rounds[3] == 2.0 and after.long == before.long
     assert bursts.outputs[1].used is not None and bursts.outputs[1].used.max() == 10
 
 

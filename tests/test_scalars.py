@@ -25,20 +25,20 @@ IMPLEMENTATIONS = [
 by_each = pytest.mark.parametrize("run", IMPLEMENTATIONS, ids=["xla", "interpreted", "compiled"])
 
 
-def mixed(few: list, many: list, *, scale: float) -> list:
+def mixed(few: list, many: list, *, scale: float) -> tuple[list, list]:
     """Of everything that functions use: arithmetic, choices, a constant, a number handed on, a truth value."""
     total = sum(many)
     exp = jnp.exp if isinstance(total, jax.Array) else math.exp
     larger = few[0] > few[1]
-    return [few[0] * scale + total, few[1] / (1.0 + total * total), exp(-few[0]), larger, 3.0, many[-1]]
+    return [few[0] * scale + total, few[1] / (1.0 + total * total)], [exp(-few[0]), larger, 3.0, many[-1]]
 
 
-def call(run: Callable, function: Callable, *arrays: jax.Array, results: int) -> np.ndarray:
-    """Inside a program, as rounds call it."""
+def call(run: Callable, function: Callable, *arrays: jax.Array, results: tuple[int, ...]) -> np.ndarray:
+    """Inside a program, as rounds call it; the results one after the other."""
     options = {} if run is reference.scalars else {"results": results}
     found = jax.jit(lambda *arrays: run(function, *arrays, **options))(*arrays)
-    assert found.dtype == jnp.float32 and found.shape == (results,)
-    return np.asarray(found)
+    assert [(x.dtype, x.shape) for x in found] == [(jnp.float32, (size,)) for size in results]
+    return np.concatenate(found)
 
 
 @by_each
@@ -48,8 +48,9 @@ def test_results_are_those_of_plain_python_in_their_order(run: Callable, sizes: 
     function = functools.partial(mixed, scale=0.5)
     for _ in range(4):
         arrays = [rng.normal(size=n).astype(np.float32) for n in sizes]
-        found = call(run, function, *map(jnp.asarray, arrays), results=6)
-        np.testing.assert_allclose(found, function(*(x.tolist() for x in arrays)), rtol=1e-5, atol=1e-6)
+        found = call(run, function, *map(jnp.asarray, arrays), results=(2, 4))
+        want = [number for row in function(*(x.tolist() for x in arrays)) for number in row]
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
 @by_each
@@ -59,13 +60,14 @@ def test_the_step_between_two_rounds_is_what_the_reference_says(run: Callable, i
     rng = np.random.default_rng(0)
     k, known = len(BUDGETS), steering.first_beliefs(len(BUDGETS))
     step = functools.partial(steering.step, index=index, budgets=BUDGETS)
-    told = 1 if not index else 1 + 2 * k
+    told = 2 + 2 * k if index else 1
     for trial in range(6):
         beliefs = known if not trial else np.concatenate([rng.uniform(0, 20, known.size - 3), [1, 9, trial % 2]])
         values = [beliefs, rng.uniform(0.5, 3, k), rng.uniform(1, 4, told) if index is not None else [trial % 2]]
         arrays = [jnp.asarray(x, jnp.float32) for x in values]
-        found = call(run, step, *arrays, results=2 * known.size + 1)
-        want = np.asarray([float(x) for x in step(*([x[i] for i in range(x.size)] for x in arrays))])
+        found = call(run, step, *arrays, results=(known.size, known.size, 2))
+        lists = step(*([x[i] for i in range(x.size)] for x in arrays))
+        want = np.asarray([float(x) for row in lists for x in row])
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
@@ -73,14 +75,14 @@ def test_too_many_numbers_are_refused_by_name_and_left_to_xla():
     """Whoever asks for the kernel is told why not; `auto` goes on without it. Results count as arguments do."""
     x = jnp.arange(float(MAX_NUMBERS))
 
-    def first(numbers: list) -> list:
-        return numbers[:1]
+    def first(numbers: list) -> tuple[list]:
+        return (numbers[:1],)
 
     with pytest.raises(UnsupportedError, match=f"'scalars'.*{MAX_NUMBERS + 1} numbers are more than {MAX_NUMBERS}"):
-        scalars(first, x, results=1, implementation="pallas")
-    assert scalars(first, x, results=1).tolist() == [0.0]
+        scalars(first, x, results=(1,), implementation="pallas")
+    assert [found.tolist() for found in scalars(first, x, results=(1,))] == [[0.0]]
     with recording() as choices:
-        scalars(first, x, results=1)
+        scalars(first, x, results=(1,))
     assert choices == {"scalars": {"xla"}}
 
 
@@ -89,13 +91,13 @@ def test_as_many_numbers_as_fit_are_not_refused_for_their_number(monkeypatch: py
     monkeypatch.setattr("pallas_kernels.dispatch.unsupported_device", lambda device: None)
     monkeypatch.setattr(kernel, "scalars", lambda *arguments: handed.append(arguments))
 
-    def first(numbers: list, others: list) -> list:
-        return [numbers[0], others[0]]
+    def first(numbers: list, others: list) -> tuple[list]:
+        return ([numbers[0], others[0]],)
 
     x, y = jnp.zeros((MAX_NUMBERS - 4,)), jnp.ones((2,))
-    scalars(first, x, y, results=2)
+    scalars(first, x, y, results=(2,))
     ((function, arrays, results),) = handed
-    assert function is first and arrays[0] is x and arrays[1] is y and results == 2
+    assert function is first and arrays[0] is x and arrays[1] is y and results == (2,)
 
 
 def test_every_named_case_traces_and_has_its_own_name():
