@@ -1,4 +1,4 @@
-"""Which budget the next round takes, `--tree-budget auto`: pure functions of what rounds have shown.
+"""Which budget the next rounds take, `--tree-budget auto`: pure functions of what rounds have shown.
 
 They run on the device, between the rounds of a burst (`decoding.py`), where a choice costs a few operations on scalars
 and nothing waits for the host; and on the host, where rounds are handed over one by one (`budget.py`). So everything
