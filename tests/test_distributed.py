@@ -101,7 +101,7 @@ def expected(pair) -> list[Completion]:
     return completions(*pair, tp=1)
 
 
-@pytest.mark.parametrize("budget", [BUDGET, "auto"])
+@pytest.mark.parametrize("budget", [BUDGET, pytest.param("auto", marks=pytest.mark.slow)])
 def test_two_processes_give_the_tokens_of_one_device(pair, expected, budget):
     """With an adaptive budget too, which each chooses for itself: they hang where they choose differently."""
     models = [

@@ -57,27 +57,25 @@ def test_tokens_are_those_of_one_device(
     assert all(c.completion_tokens == 16 for c in done)
 
 
-@pytest.mark.parametrize("batch", [1, 5])
 def test_an_adaptive_budget_gives_the_tokens_of_one_device(
-    engines: dict[int, Engine], expected_tokens: list[list[int]], batch: int
+    engines: dict[int, Engine], expected_tokens: list[list[int]]
 ):
     """Its choice, made on every device alike, changes what is drafted and no token.
 
     A curve by which drafts are tried and then given up stands in for a measured one: it may not depend on the machine.
     """
     params = dataclasses.replace(METHODS["ddtree"], tree_budget="auto")
-    for tp in (1, 2):
-        engine = engines[tp]
-        engine.generate(PROMPTS[:batch], params)  # which measures
-        for key, controller in engine.controllers.items():
-            buckets = controller.curve.buckets
-            curve = LatencyCurve(buckets, tuple(1.0 + 0.02 * i for i in range(len(buckets))))
-            engine.controllers[key] = BudgetController(curve)
-        for _ in range(2):  # the second text goes on with what the device has learned from the first
-            done = engine.generate(PROMPTS[:batch], params)
-            assert [c.token_ids for c in done] == expected_tokens[:batch]
-            assert all(sum(c.tree_budgets.values()) == c.rounds for c in done)
-        assert len({budget for c in done for budget in c.tree_budgets}) > 1
+    engine, taken = engines[2], set()
+    engine.generate(PROMPTS, params)  # which measures
+    for key, controller in engine.controllers.items():
+        buckets = controller.curve.buckets
+        engine.controllers[key] = BudgetController(LatencyCurve(buckets, (1.0, *[1.6] * (len(buckets) - 1))))
+    for _ in range(3):  # a text goes on with what the device has learned from the one before
+        done = engine.generate(PROMPTS, params)
+        assert [c.token_ids for c in done] == expected_tokens
+        assert all(sum(c.tree_budgets.values()) == c.rounds for c in done)
+        taken |= {budget for c in done for budget in c.tree_budgets}
+    assert len(taken) > 1
 
 
 @pytest.mark.parametrize("architecture", ["dense", "llama", "moe"])
