@@ -52,15 +52,15 @@ for context in (1024, 8192, 32768, 122880):
 
 # %%
 page = (ROOT / "docs" / "performance.md").read_text()
-rows_of = {"ar": 1, "chain": 16, "tree 15": 16, "tree 31": 32, "tree 63": 64, "tree 127": 128}
+rows_of = {"ar": 1, "chain": 16, "tree 31": 32, "tree 63": 64}
 contexts = (1024, 8192, 32768, 122880)
 measured = {}  # method -> context -> milliseconds
 for line in page.splitlines():
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     if cells[0] in rows_of and len(cells) == 6 and cells[1] == str(rows_of[cells[0]]):
         measured[cells[0]] = {c: float(cell.split()[0]) for c, cell in zip(contexts, cells[2:], strict=True)}
-copy = 4.07e12  # bytes a second of a copy, in the same run
-assert "4.07 TB/s" in page and len(measured) == 6
+copy = 4.25e12  # bytes a second of a copy, in the same run
+assert "4.25 TB/s" in page and len(measured) == 4
 print("method      rows  context  predicted   measured  ratio   (ms a round)")
 for method, times in measured.items():
     for context in (1024, 32768):
@@ -70,7 +70,7 @@ for method, times in measured.items():
 # %% [markdown]
 # ## Other machines, predicted
 #
-# The same bytes over the bandwidth of the data sheets, times the share of it that copies reach on the H200 (4.07 of
+# The same bytes over the bandwidth of the data sheets, times the share of it that copies reach on the H200 (4.25 of
 # 4.8 TB/s), times the ratio of measured to predicted that this method has on the H200. Two assumptions, then: that another
 # card reaches the same share of its bandwidth, and that it loses as much beside. Not counted: the all-reduces between two
 # cards (129 to 142 a pass, see docs/performance.md), and that slower arithmetic may bound a tree of 64 rows earlier. **No figure of an A100 or
