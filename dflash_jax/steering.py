@@ -42,8 +42,10 @@ STAY = 1.03
 # Share of the decoding time that trying other buckets may cost, saved for at most so many rounds of the first one; and
 # rounds that lie between two trials.
 EXPLORATION, SAVED, APART = 0.01, 2, 8
-# Rounds between two decisions: with drafts, and without, where they have less to tell.
+# Rounds between two decisions: with drafts at most, and without, where they have less to tell. With drafts fewer where
+# they would take longer than so many plain ones: a wrong choice costs more there, and the decision itself less.
 DRAFT_ROUNDS, PLAIN_ROUNDS = 4, 32
+STRETCH = 8.0
 
 Scalar = Any  # a Python float or bool, or a JAX array without axes
 
@@ -298,7 +300,7 @@ def step(
 
     Returns:
       The beliefs; the beliefs after the decision, which may have spent some credit; the index of the next bucket and
-      for how many rounds.
+      for how many rounds, to be rounded down.
     """
     a, b, buckets = ON_DEVICE, unpack(beliefs), len(budgets)
     if index is None:
@@ -308,5 +310,6 @@ def step(
     else:
         b = with_drafts(b, index, told[1], told[0], told[2 : 2 + buckets], told[2 + buckets :], seconds, a)
     decided, chosen = decide(b, seconds, budgets, index, a)
-    rounds = a.where(chosen == 0.0, float(PLAIN_ROUNDS), a.where(decided.since < 0.5, 1.0, float(DRAFT_ROUNDS)))
+    most = a.minimum(a.maximum(STRETCH * seconds[0] / _at(seconds, chosen, a), 1.0), float(DRAFT_ROUNDS))
+    rounds = a.where(chosen == 0.0, float(PLAIN_ROUNDS), a.where(decided.since < 0.5, 1.0, most))
     return numbers_of(b), numbers_of(decided), [chosen, rounds]
