@@ -3,13 +3,13 @@
 import argparse
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from convert import gguf_tokenizer, orbax_io
+from convert.command import finish
 from convert.hub import resolve_model
 from convert.keymap import abstract_drafter, abstract_mtp, abstract_target, match_target
 from convert.load import (
@@ -90,20 +90,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)
-    start = time.perf_counter()
-    try:
+
+    def work() -> int:
         src = resolve_model(args.src, args.revision)
-        size = convert(
+        return convert(
             src, args.dst, args.dtype, overwrite=args.overwrite, progress=False if args.quiet else None
         )
-    except UserError as error:
-        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{_PROGRAM}: error: {error.filename or args.dst}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    print(f"{args.dst}: {size:,} bytes in {time.perf_counter() - start:.1f} s")
-    return 0
+
+    return finish(_PROGRAM, args.dst, work)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ drafter gives the same text; what it may cost is τ. A rounded target would be a
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from convert.command import finish
 from convert.hub import resolve_model
 from convert.keymap import abstract_drafter
 from convert.load import is_drafter, open_drafter, read_config, stored_dtype
@@ -128,20 +128,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace config and weights in DST")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)
-    start = time.perf_counter()
-    try:
+
+    def work() -> int:
         src = resolve_model(args.src, args.revision)
-        size = quantise(
+        return quantise(
             src, args.dst, args.group_size, overwrite=args.overwrite, progress=False if args.quiet else None
         )
-    except UserError as error:
-        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{_PROGRAM}: error: {error.filename or args.dst}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    print(f"{args.dst}: {size:,} bytes in {time.perf_counter() - start:.1f} s")
-    return 0
+
+    return finish(_PROGRAM, args.dst, work)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def decode(
       buffer: tokens a slot that the output can hold; at least spec.max_emitted.
       own: the slots that these rounds are for, None for all. Others, which may be in the middle of a prompt or decode
         by another spec, stay exactly as they are.
-      steering: each round takes the one of `spec.buckets` that `steering.decide` names; None: all take `spec.budget`.
+      steering: rounds take those of `spec.buckets` that `steering.step` names; None: all take `spec.budget`.
     """
     before = state
     if own is not None:

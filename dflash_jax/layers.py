@@ -25,20 +25,15 @@ from pallas_kernels.linear import linear
 FP32 = jax.lax.Precision.HIGHEST
 
 
-def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """Precision of a product whose operands have `dtype`: exact for fp32, the hardware's own otherwise."""
-    return FP32 if dtype == jnp.float32 else None
+def _bias(module: nnx.Module) -> Float[Array, " o"] | None:
+    bias: nnx.Param | None = getattr(module, "bias", None)
+    return None if bias is None else bias[...]
 
 
 def _plus_bias(module: nnx.Module, y: Float[Array, "... o"]) -> Float[Array, "... o"]:
     """y plus the module's `bias`, where it has one."""
-    bias: nnx.Param | None = getattr(module, "bias", None)
-    return y if bias is None else y + bias[...]
-
-
-def _bias(module: nnx.Module) -> Float[Array, " o"] | None:
-    bias: nnx.Param | None = getattr(module, "bias", None)
-    return None if bias is None else bias[...]
+    bias = _bias(module)
+    return y if bias is None else y + bias
 
 
 class Linear(nnx.Module):

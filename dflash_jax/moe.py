@@ -13,9 +13,10 @@ from flax import nnx, struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.layers import FP32, Linear, SwiGLU, matmul_precision
+from dflash_jax.layers import FP32, Linear, SwiGLU
 from dflash_jax.sharding import psum
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.linear.reference import matmul_precision
 
 
 class Experts(nnx.Module):

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.layers import matmul_precision, rope_tables
+from dflash_jax.layers import rope_tables
 from dflash_jax.mtp import MTP
+from pallas_kernels.linear.reference import matmul_precision
 
 
 def delayed(x: Float[Array, "B T ..."], rows: int) -> Float[Array, "B T ..."]:

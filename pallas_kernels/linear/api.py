@@ -34,7 +34,7 @@ def _config(x: Float[Array, "... i"], weight: Float[Array, "o i"], swiglu: bool)
         return measured, None
     else:
         slower = f"not measured to be faster than XLA's for {out} x {columns} on {kind!r}"
-    return config_for(kind, rows, out, columns, weight.dtype.itemsize), slower
+    return config_for(out, columns, weight.dtype.itemsize), slower
 
 
 def linear(

@@ -1,4 +1,4 @@
-"""Tile sizes and launch parameters of the product of few rows: data, by device kind, rows and shape.
+"""Tile sizes and launch parameters of the product of few rows where no table has measured ones, by shape.
 
 Nothing is read twice but x, which stays in the second-level cache, so what counts is how many bytes of weights are on
 their way at once: programs a multiprocessor x stages x block_out x block_in, some 32 KB and more on an H200.
@@ -26,17 +26,14 @@ class Config:
     num_stages: int
 
 
-def config_for(device_kind: str, rows: int, out: int, width: int, itemsize: int) -> Config:
-    """The config of a call.
+def config_for(out: int, width: int, itemsize: int) -> Config:
+    """The config of a call that no table knows.
 
     Args:
-      device_kind: of the device that it is compiled for.
-      rows: of x.
       out: rows of the weights (of a half, with SwiGLU).
       width: columns of the weights.
       itemsize: bytes a number.
     """
-    del device_kind, rows
     if itemsize == 4:
         return Config(16, 32, 1, 4, 2)
     return Config(16 if out <= 4096 else 32, 128 if width >= 1024 else 64, 1, 4, 4)

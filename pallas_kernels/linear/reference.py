@@ -6,6 +6,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
+def matmul_precision(dtype: jnp.dtype) -> lax.Precision | None:
+    """Asks for fp32 products in fp32; without this a GPU would silently round the operands to TF32."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
 def linear(
     x: Float[Array, "... i"],
     weight: Float[Array, "o i"],
@@ -15,11 +20,9 @@ def linear(
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "... O"]:
     """See `pallas_kernels.linear.api.linear`."""
-    # fp32 is asked for to get fp32: without this a GPU would silently round fp32 operands to TF32.
-    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     # Sums are fp32 inside; a bf16 result asks for no copy in fp32 on the way.
-    y = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=dtype)
+    y = lax.dot_general(x, weight, dims, precision=matmul_precision(weight.dtype), preferred_element_type=dtype)
     y = y if bias is None else y + bias
     if not swiglu:
         return y
