@@ -2,28 +2,18 @@
 
 A *prefix* of depth d is a tuple of d ranks; rank r at depth t is the r-th best token of the drafter's
 distribution t. Its score is the sum of the edge scores that the policy gives (``tree_policy.py``), and the
-best tree of ``budget`` nodes is the set of the best prefixes. The usual way to find it is a heap, one pop a
-node; here the same set comes from ceil(log2(L)) batched steps:
+best tree of ``budget`` nodes is the set of the best prefixes, found as DDTree finds it, one node a step:
 
+* **Candidates.** Every node that is taken has one candidate, its best child that is not taken yet. The best candidate
+  of all is the next node: whatever else is not taken yet lies behind one of them, and a prefix never scores better than
+  its own beginning, nor than the sibling before it.
 * **Fixed point.** Negated edge scores become integer *costs* in units of 2**-20 nat, as fine as fp32
-  resolves a sum of 16 nats. Integer sums do not depend on the order of addition, so a cost is the same
-  however a prefix is put together, on every backend. A sum that reaches 1024 nats stays there and means
-  *impossible*: such prefixes are never nodes.
-* **Doubling.** Segments of 1, 2, 4, 8 ... depths are joined in pairs, as in a parallel prefix sum: the best
-  segments of depths a+1..c are sums of good segments of a+1..b and of b+1..c. After step k every depth up
-  to 2**k has its best complete prefixes.
-* **Pruning.** Let a prefix contain segment i (counted from 0, best first) of the left list and then segment
-  j of the right one. The (i+1)*(j+1)-1 other prefixes with segments no worse on both sides come before it,
-  and so do the i+1 shorter ones that end with a left segment no worse than i. Hence (i+1)*(j+2) <= budget
-  for every node of the tree: about budget*(ln(budget) - 1) pairs, a static list, instead of budget**2.
+  resolves a sum of 16 nats. Integer sums do not depend on the order of addition, so a tree is the same on every
+  backend. A sum that reaches 1024 nats stays there and means *impossible*: such prefixes are never nodes.
 
-**Order.** Prefixes of one depth are ordered by descending score. Equal scores: cut the prefix into (left,
-right), the length of right being the largest power of two below that of the whole; the smaller position of
-right in its own order comes first, then the smaller position of left; a segment of one depth is ordered by
-rank, and equal log-probabilities are ranked by token id. The spine is thus the first of its depth. Over all
-depths the order is: reserved spine nodes, then descending score, then smaller depth, then the order within
-the depth. A parent always precedes its children, so the first ``budget`` prefixes are closed under taking
-parents, ties included.
+**Order.** Nodes are taken in this order: reserved spine nodes, then by descending score, then by smaller depth, then by
+the parent that was taken first, then by rank; equal log-probabilities are ranked by token id. A parent always precedes
+its children, ties included.
 """
 
 from __future__ import annotations
@@ -41,7 +31,6 @@ from dflash_jax.sharding import Vocabulary
 from dflash_jax.tree_policy import BestFirst, SpineFirst, TreePolicy
 from pallas_kernels import tree_search
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tree_search.search_kernel import pairs_of
 
 __all__ = [
     "BestFirst",
@@ -207,16 +196,12 @@ def grow_tree(
         total = lax.associative_scan(_join, edges[:, :, 0], axis=1)
         tree = chain_tree(anchor, tokens[:, :, 0], total < _IMPOSSIBLE)
         return dataclasses.replace(tree, max_depth=length, log_probs=_nats(total))
-    if tree_search.search_serves(edges.shape[1], budget, implementation):
-        left, right = pairs_of(budget)
-        *fields, taken = tree_search.search(anchor, edges, tokens, left, right, budget=budget, spine=spine)
-        tokens, parents, depths, ancestors, valid, order = fields
-        return Tree(tokens, parents, depths, ancestors, valid, length, order, _nats(taken))
-    costs, joins = _best_prefixes(edges, budget)
-    levels, positions, order = _select(costs, spine, budget)
-    tree = _assemble(anchor, tokens, _ranks(joins, levels, positions, edges.shape[1]), levels, order)
-    taken = _take(costs.reshape(costs.shape[0], -1), jnp.maximum(levels, 0) * costs.shape[2] + positions)
-    return dataclasses.replace(tree, max_depth=length, log_probs=_nats(taken))
+    if tree_search.search_serves(edges.shape, budget, implementation):
+        *fields, taken = tree_search.search(anchor, edges, tokens, budget=budget, spine=spine)
+    else:
+        *fields, taken = _assemble(anchor, tokens, *_take_best(edges, spine, budget))
+    row_tokens, parents, depths, ancestors, valid, order = fields
+    return Tree(row_tokens, parents, depths, ancestors, valid, length, order, _nats(taken))
 
 
 def is_plain_chain(length: int, budget: int, policy: TreePolicy) -> bool:
@@ -347,101 +332,86 @@ def _join(left: Int[Array, "..."], right: Int[Array, "..."]) -> Int[Array, "..."
     return jnp.minimum(left + right, _IMPOSSIBLE)
 
 
-def _smallest(costs: Int[Array, "... M"], k: int) -> tuple[Int[Array, "... k"], Int[Array, "... k"]]:
-    """The ``k`` smallest values in ascending order, equal ones by position, and their positions."""
-    values, index = lax.top_k(-costs, k)
-    return -values, index
-
-
-def _best_prefixes(
-    edges: Int[Array, "B L K"], budget: int
-) -> tuple[Int[Array, "B L W"], list[Int[Array, "B _ W"]]]:
-    """For each depth its best complete prefixes in order, as many as the tree can hold.
+def _take_best(
+    edges: Int[Array, "B L K"], spine: int, budget: int
+) -> tuple[Int[Array, "B N"], Int[Array, "B N"], Int[Array, "B N"], Int[Array, "B N"]]:
+    """The ``budget`` best prefixes, node by node in the order in which they are taken; node 0 is the anchor.
 
     Returns:
-        Costs (``W = budget``), and for each doubling step which of ``pairs_of`` each entry was joined from,
-        for the depths that the step joins (all but the first ``2**step``). Unused entries are impossible.
+        For each node its parent, its rank, its depth and its cost. Nodes that are not there have depth -1, and all of
+        them come last.
     """
-    length, k = edges.shape[1:]
-    costs = jnp.pad(edges, ((0, 0), (0, 0), (0, budget - k)), constant_values=_IMPOSSIBLE)
-    left, right = pairs_of(budget)
-    kept = min(budget, len(left))
-    fill = ((0, 0), (0, 0), (0, budget - kept))
-    joins = []
-    span = 1
-    while span < length:
-        # Depths up to `span` are complete; a deeper segment is joined with the one that ends where it begins.
-        sums, pairs = _smallest(_join(costs[:, :-span, left], costs[:, span:, right]), kept)
-        joins.append(jnp.pad(pairs, fill))
-        costs = jnp.concatenate([costs[:, :span], jnp.pad(sums, fill, constant_values=_IMPOSSIBLE)], axis=1)
-        span *= 2
-    return costs, joins
+    batch, length, k = edges.shape
+    flat, node = edges.reshape(batch, -1), jnp.arange(budget + 1, dtype=jnp.int32)
 
+    def edge(level: Int[Array, "B N"], rank: Int[Array, "B N"]) -> Int[Array, "B N"]:
+        cost = _take(flat, jnp.minimum(level, length - 1) * k + jnp.minimum(rank, k - 1))
+        return jnp.where((level < length) & (rank < k), cost, _IMPOSSIBLE)
 
-def _select(
-    costs: Int[Array, "B L W"], spine: int, budget: int
-) -> tuple[Int[Array, "B n"], Int[Array, "B n"], Int[Array, "B n"]]:
-    """The ``budget`` best entries over all depths, in row order.
+    chain = lax.associative_scan(_join, edges[:, :spine, 0], axis=1)
+    base = jnp.pad(chain, ((0, 0), (1, 0)))
+    base = jnp.pad(base, ((0, 0), (0, budget - spine)), constant_values=_IMPOSSIBLE)
+    held = jnp.sum(chain < _IMPOSSIBLE, axis=1, dtype=jnp.int32)  # reserved nodes that are possible
+    there = node <= held[:, None]
+    following = (node < held[:, None]).astype(jnp.int32)  # rank of the node's candidate
+    depth = jnp.where(there, node, -1)
+    cost = jnp.where(there, _join(base, edge(jnp.maximum(depth, 0), following)), _IMPOSSIBLE)
+    parent, rank = jnp.where(there, node - 1, -1), jnp.zeros_like(depth)
 
-    Returns:
-        For each row after node 0: index of its depth (-1: padding), position in the list of that depth, and as
-        the how manieth it was taken, from 1.
-    """
-    batch, length, width = costs.shape
-    reserved = (np.arange(width) == 0) & (np.arange(length) < spine)[:, None]
-    keys = jnp.where(reserved & (costs < _IMPOSSIBLE), -1, costs)
-    keys, entry = _smallest(keys.reshape(batch, -1), budget)
-    # The lists are ordered, so the number of an entry is the row order: depth, then best first.
-    taken = jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), entry.shape)
-    entry, taken = lax.sort((jnp.where(keys < _IMPOSSIBLE, entry, length * width), taken), num_keys=1)
-    return jnp.where(entry < length * width, entry // width, -1), entry % width, taken
+    def take(step: Int[Array, ""], carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        base, cost, depth, following, parent, rank = carry
+        best = jnp.min(cost, axis=1, keepdims=True)
+        tied = jnp.where(cost == best, depth * node.shape[0] + node, jnp.iinfo(jnp.int32).max)
+        own = jnp.min(tied, axis=1, keepdims=True) % node.shape[0]
+        index = held[:, None] + 1 + step
+        possible = (best < _IMPOSSIBLE) & (index <= budget)
+        above, at, before = _take(depth, own), _take(following, own), _take(base, own)
+        old, new = possible & (node == own), possible & (node == index)
+        beside, below = _join(before, edge(above, at + 1)), _join(best, edge(above + 1, jnp.zeros_like(at)))
+        return (
+            jnp.where(new, best, base),
+            jnp.where(new, below, jnp.where(old, beside, cost)),
+            jnp.where(new, above + 1, depth),
+            jnp.where(new, 0, jnp.where(old, at + 1, following)),
+            jnp.where(new, own, parent),
+            jnp.where(new, at, rank),
+        )
 
-
-def _ranks(
-    joins: list[Int[Array, "B _ W"]], levels: Int[Array, "B n"], positions: Int[Array, "B n"], length: int
-) -> Int[Array, "B n L"]:
-    """Undoes the joins for the selected prefixes: the rank at each depth, -1 below their own depth."""
-    # held[b, n, t]: position of the segment that ends at depth t, -1 if none does.
-    held = jnp.where(levels[:, :, None] == np.arange(length), positions[:, :, None], -1)
-    for step in reversed(range(len(joins))):
-        span, width = 1 << step, joins[step].shape[2]
-        lists = jnp.arange(length - span, dtype=jnp.int32) * width
-        joined = held[:, :, span:]
-        pair = _take(joins[step].reshape(held.shape[0], -1), lists + jnp.maximum(joined, 0))
-        left, right = (jnp.where(joined >= 0, jnp.asarray(side)[pair], -1) for side in pairs_of(width))
-        # At each depth at most one of the two ends.
-        right = jnp.concatenate([held[:, :, :span], right], axis=2)
-        held = jnp.maximum(right, jnp.pad(left, ((0, 0), (0, 0), (0, span)), constant_values=-1))
-    return held
+    carry = (base, cost, depth, following, parent, rank)
+    base, _, depth, _, parent, rank = lax.fori_loop(0, budget - jnp.min(held), take, carry)
+    return parent, rank, depth, base
 
 
 def _assemble(
     anchor: Int[Array, "B"],
-    tokens: Int[Array, "B L K"],
-    ranks: Int[Array, "B n L"],
-    levels: Int[Array, "B n"],
-    order: Int[Array, "B n"],
-) -> Tree:
-    """Turns selected prefixes into a tree; a row's ancestors are the rows whose ranks begin its own."""
-    batch, length, k = tokens.shape
-    own_rank = jnp.max(jnp.where(levels[:, :, None] == np.arange(length), ranks, 0), axis=2)
-    own_token = _take(tokens.reshape(batch, -1), jnp.maximum(levels, 0) * k + own_rank)
-    tokens = jnp.where(levels >= 0, own_token, 0)
+    candidates: Int[Array, "B L K"],
+    parent: Int[Array, "B N"],
+    rank: Int[Array, "B N"],
+    depth: Int[Array, "B N"],
+    cost: Int[Array, "B N"],
+) -> tuple[Array, ...]:
+    """Turns nodes into rows, sorted by depth and then as they were taken.
 
-    root = ((0, 0), (1, 0))
-    valid = jnp.pad(levels >= 0, root, constant_values=True)
-    ranks = jnp.pad(ranks, (*root, (0, 0)), constant_values=-1)
-    begins = jnp.all((ranks[:, None] < 0) | (ranks[:, None] == ranks[:, :, None]), axis=3)
-    row = np.arange(valid.shape[1], dtype=np.int32)
-    ancestors = (begins & valid[:, :, None] & valid[:, None, :]) | (row[:, None] == row)
-    # Rows are sorted by depth, so the parent is the last ancestor before the row itself.
-    parents = jnp.max(jnp.where(ancestors & (row < row[:, None]), row, -1), axis=2)
-    return Tree(
-        tokens=jnp.concatenate([anchor[:, None].astype(jnp.int32), tokens], axis=1),
-        parents=parents,
-        depths=jnp.pad(levels + 1, root),
-        ancestors=ancestors,
-        valid=valid,
-        max_depth=length,
-        order=jnp.where(valid, jnp.pad(order, root), order.shape[1] + 1),
-    )
+    Returns:
+        Tokens, parents, depths, ancestors, valid and order of a :class:`Tree`, and the costs of the rows after node 0.
+    """
+    (batch, size), (_, length, k) = depth.shape, candidates.shape
+    node, there = jnp.arange(size, dtype=jnp.int32), depth >= 0
+    key = jnp.where(there, depth, length + 1) * size + node
+    _, order = lax.sort((key, jnp.broadcast_to(node, key.shape)), num_keys=1)  # node of each row
+    row = jnp.sum(key[:, None, :] < key[:, :, None], axis=2, dtype=jnp.int32)  # row of each node
+    valid, depths, cost = _take(there, order), _take(depth, order), _take(cost, order)
+    above = _take(parent, order)
+    parents = jnp.where(above >= 0, _take(row, jnp.maximum(above, 0)), -1)
+    tokens = _take(candidates.reshape(batch, -1), jnp.maximum(depths - 1, 0) * k + _take(rank, order))
+    tokens = jnp.where(node == 0, anchor[:, None].astype(jnp.int32), jnp.where(valid, tokens, 0))
+
+    def climb(_: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        ancestors, at = carry
+        ancestors |= at[:, :, None] == node
+        return ancestors, jnp.where(at >= 0, _take(parents, jnp.maximum(at, 0)), -1)
+
+    start = (jnp.zeros((batch, size, size), bool), jnp.broadcast_to(node, key.shape))
+    ancestors, _ = lax.fori_loop(0, length + 1, climb, start)
+    depths, order = jnp.where(valid, depths, 0), jnp.where(valid, order, size)
+    return tokens, parents, depths, ancestors, valid, order, cost[:, 1:]

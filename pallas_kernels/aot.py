@@ -48,7 +48,6 @@ SPILLS: tuple[tuple[str, str, int, str], ...] = (
     ("a6000", r"gdn_tree_128 .*/bfloat16/128", 528, _WIDEST),
     ("a100", r"gdn_tree_128 .*/bfloat16/128", 548, _WIDEST),
     ("h200", r"gdn_tree_128 .*/bfloat16/128", 2000, _WIDEST),
-    ("a6000", r"tree_search .*/31", 12, "three registers, once a round"),
     ("a100", r"linear .*/smollm2-gate_up/bfloat16/1", 4, "one register, for a single row"),
     ("a6000", r"gdn_chunk_prepare .*/bundled/bfloat16/.*", 8, _BUNDLED),
     ("a100", r"gdn_chunk_prepare .*/bfloat16/.*", 44, _PREPARE),

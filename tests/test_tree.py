@@ -68,31 +68,30 @@ def costs_of(scores):
     return np.where(scores > -1024, units, IMPOSSIBLE).astype(np.int64)
 
 
-def ordered(costs, begin, end):
-    """All segments over depths begin..end-1 in the documented order: list of (cost, ranks)."""
-    if end - begin == 1:
-        return [(int(c), (r,)) for r, c in enumerate(costs[begin])]
-    span = 1
-    while 2 * span < end - begin:
-        span *= 2
-    left, right = ordered(costs, begin, end - span), ordered(costs, end - span, end)
-    pairs = [(a[0] + b[0], j, i, a[1] + b[1]) for i, a in enumerate(left) for j, b in enumerate(right)]
-    return [(cost, ranks) for cost, _, _, ranks in sorted(pairs)]
-
-
 def exhaustive(log_probs, budget, spine, scores=None):
     """The tree by its definition: rows (ranks, token, parent) after node 0, from all prefixes."""
     tokens = np.argsort(-log_probs, axis=1, kind="stable")
     costs = costs_of(np.take_along_axis(log_probs, tokens, axis=1) if scores is None else scores)
-    entries = []
-    for depth in range(1, len(costs) + 1):
-        for position, (cost, ranks) in enumerate(ordered(costs, 0, depth)):
-            reserved = position == 0 and depth <= spine
-            if cost < IMPOSSIBLE and (reserved or spine < budget):
-                entries.append((not reserved, 0 if reserved else cost, depth, position, ranks))
-    best = sorted(sorted(entries)[:budget], key=lambda entry: entry[2:4])
-    row = {(): 0} | {entry[4]: i + 1 for i, entry in enumerate(best)}
-    return [(ranks, int(tokens[len(ranks) - 1, ranks[-1]]), row[ranks[:-1]]) for *_, ranks in best]
+    taken = {(): 0}  # in order, with the cost
+    for _ in range(budget):
+        best = None
+        for number, (above, cost) in enumerate(taken.items()):
+            if (depth := len(above)) == len(costs):
+                continue
+            for rank, edge in enumerate(costs[depth].tolist()):
+                ranks, total = (*above, rank), cost + edge
+                reserved = depth < spine and not any(ranks)
+                key = (not reserved, 0 if reserved else total, depth, number, rank)
+                if not reserved and spine == budget:
+                    continue  # a chain, whether or not it is possible to its end
+                if ranks not in taken and total < IMPOSSIBLE and (best is None or key < best[0]):
+                    best = key, ranks, total
+        if best is None:
+            break
+        taken[best[1]] = best[2]
+    best = sorted(list(taken)[1:], key=len)  # stable
+    row = {(): 0} | {ranks: i + 1 for i, ranks in enumerate(best)}
+    return [(ranks, int(tokens[len(ranks) - 1, ranks[-1]]), row[ranks[:-1]]) for ranks in best]
 
 
 def assert_rows(tree, slot, rows):

@@ -56,7 +56,7 @@ def test_candidates_are_those_of_top_k(kernels: None, kind: str, vocab: int, k: 
 @pytest.mark.parametrize("policy", [SpineFirst(), BestFirst()])
 @pytest.mark.parametrize(
     ("length", "k", "budget"),
-    [(15, 31, 31), (15, 63, 63), (9, 31, 31), (1, 5, 5), (2, 7, 7), (3, 4, 6), (7, 15, 15), (5, 2, 11), (16, 40, 40)],
+    [(15, 31, 31), (15, 63, 63), (9, 31, 31), (1, 5, 5), (2, 7, 7), (3, 4, 6), (7, 15, 15), (5, 2, 11), (16, 40, 40), (15, 64, 255)],
 )
 def test_trees_are_those_of_the_reference(kernels: None, policy: Any, length: int, k: int, budget: int):
     rng = np.random.default_rng(length)
@@ -99,9 +99,9 @@ def test_what_the_kernels_do_not_take_is_refused_by_name():
         op.top_candidates_serve(jnp.ones((1, 100)), 3, "pallas")
     with pytest.raises(UnsupportedError, match="65 candidates are more than 64"):
         op.top_candidates_serve(jnp.ones((1, 1024)), 65, "pallas")
-    with pytest.raises(UnsupportedError, match="255 nodes over 15 depths"):
-        op.search_serves(15, 255, "pallas")
-    assert not op.search_serves(15, 255)
+    with pytest.raises(UnsupportedError, match="1024 nodes of 64 candidates over 15 depths: at most 1023 over 32"):
+        op.search_serves((1, 15, 64), 1024, "pallas")
+    assert not op.search_serves((1, 15, 64), 1024)
 
 
 def test_every_named_case_traces_and_has_its_own_name():

@@ -5,15 +5,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.tree_search.candidates_kernel import CHUNK, top_candidates
-from pallas_kernels.tree_search.search_kernel import search
+from pallas_kernels.tree_search.search_kernel import MAX_BUDGET, search
 
 __all__ = ["search", "search_serves", "top_candidates", "top_candidates_serve"]
 
 # What the registers of one program hold.
 MAX_CANDIDATES = 64
 MAX_VOCAB = 1 << 20
-MAX_BUDGET = 127
-MAX_LENGTH = 16
+# The search unrolls its loop over the spine.
+MAX_LENGTH = 32
 
 
 def _unsupported_logits(logits: Float[Array, "... V"], k: int) -> str | None:
@@ -38,8 +38,8 @@ def top_candidates_serve(
     return resolve("draft_candidates", implementation, _unsupported_logits(logits, k)) == "pallas"
 
 
-def search_serves(length: int, budget: int, implementation: Implementation = "auto") -> bool:
-    """Whether `search` builds trees of this budget from drafts of this length.
+def search_serves(shape: tuple[int, ...], budget: int, implementation: Implementation = "auto") -> bool:
+    """Whether `search` builds trees of this budget from costs of this shape, [B, L, K].
 
     From the costs of edges it gives the fields of a `dflash_jax.tree.Tree` (tokens, parents, depths, ancestors, valid,
     order) and the cost of each node's prefix, all as the reference does.
@@ -47,7 +47,7 @@ def search_serves(length: int, budget: int, implementation: Implementation = "au
     Raises:
       UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
-    reason = None
-    if budget > MAX_BUDGET or length > MAX_LENGTH:
-        reason = f"{budget} nodes over {length} depths are more than {MAX_BUDGET} over {MAX_LENGTH}"
+    reason, (length, candidates) = None, shape[1:]
+    if max(budget, candidates) > MAX_BUDGET or length > MAX_LENGTH:
+        reason = f"{budget} nodes of {candidates} candidates over {length} depths: at most {MAX_BUDGET} over {MAX_LENGTH}"
     return resolve("tree_search", implementation, reason) == "pallas"

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.tree_search import candidates_kernel, search_kernel
-from pallas_kernels.tree_search.search_kernel import pairs_of
 
 # Tokens of a device's slice of the vocabulary, and depths.
 VOCABULARIES: dict[str, tuple[int, int]] = {
     "qwen3.6": (248320, 15), "qwen3.6-tp2": (124160, 15), "smollm2": (49152, 9), "bundled": (2048, 15),
 }  # fmt: skip
-BUDGETS = (31, 63, 127)
+BUDGETS = (31, 63, 127, 255)
 
 
 def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
@@ -25,8 +24,6 @@ def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
             function = functools.partial(candidates_kernel.top_candidates, k=k)
             yield f"draft_candidates/{name}/{k}", function, (jax.ShapeDtypeStruct((1, depths, vocab), jnp.float32),)
     for budget in BUDGETS:
-        left, right = pairs_of(budget)
         costs = jax.ShapeDtypeStruct((1, 15, budget), jnp.int32)
-        sides = [jax.ShapeDtypeStruct(side.shape, jnp.int32) for side in (left, right)]
         function = functools.partial(search_kernel.search, budget=budget, spine=15)
-        yield f"tree_search/{budget}", function, (jax.ShapeDtypeStruct((1,), jnp.int32), costs, costs, *sides)
+        yield f"tree_search/{budget}", function, (jax.ShapeDtypeStruct((1,), jnp.int32), costs, costs)
