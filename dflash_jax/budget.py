@@ -1,6 +1,6 @@
 """What `--tree-budget auto` knows on the host: how long rounds take on this device, and what texts have shown so far.
 
-The choice itself is `steering.py`'s. Bursts choose on the device, every few rounds (`decoding.decode`); where
+The choice itself is `steering.py`'s. Bursts choose on the device (`decoding.decode`); where
 rounds are handed over one by one, as in a server, the controller chooses on the host. All that it reads is alike in
 every process of a run: the curve is the first process's, and the rest follows from tokens.
 """
@@ -139,7 +139,7 @@ def steering_of(
 ) -> Steering:
     """See `Steering`."""
     return Steering(
-        beliefs, np.asarray(curve.seconds, np.float32), np.asarray(keep, np.float32), np.asarray(forced, np.int32)
+        beliefs, np.asarray(curve.seconds, np.float32), np.asarray(keep, np.float32), np.asarray(forced, np.float32)
     )  # fmt: skip
 
 

@@ -133,11 +133,17 @@ class _Loop:
         return jax.lax.while_loop(lambda c: self.going(c, limit), lambda c: self.stretch(c, plain), carry)
 
     def stretch(self, carry: Carry, plain: RoundSpec) -> Carry:
-        """As many rounds without a draft as leave room for their taps, which then wait for whoever drafts next."""
+        """`PLAIN_ROUNDS` rounds without a draft, or as many as there may be, whose taps go into the draft KV at once."""
         state, output, rounds = carry
         assert self.max_rounds is not None and state.taps is not None
-        limit = jnp.minimum(rounds + state.taps.shape[1], self.max_rounds)
-        return self.repeat((self._write_taps(state), output, rounds), plain, limit)
+        room = state.taps.shape[1]
+        limit = jnp.minimum(rounds + steer.PLAIN_ROUNDS, self.max_rounds)
+        wide = jnp.pad(state.taps, ((0, 0), (0, steer.PLAIN_ROUNDS), (0, 0)))
+        carry = (dataclasses.replace(state, taps=wide), output, rounds)
+        state, output, rounds = self.repeat(carry, plain, limit)
+        state = self._write_taps(state)
+        assert state.taps is not None
+        return dataclasses.replace(state, taps=state.taps[:, :room]), output, rounds
 
     def _write_taps(self, state: DecodeState) -> DecodeState:
         """The taps that wait go into the draft KV; then there is room for as many more."""
@@ -146,71 +152,64 @@ class _Loop:
         return dataclasses.replace(state, cache=cache, num_taps=jnp.zeros_like(state.num_taps))
 
     def steered(self, carry: Carry, steering: Steering) -> Carry:
-        """Rounds of budgets of which most is expected, see `steering.py`."""
+        """Rounds of budgets of which most is expected, see `steering.py`.
+
+        On a GPU the host looks at every condition of a loop, in about the time of ten launches, and a body without a
+        loop is one graph. So a loop stays with a bucket as long as that is the choice, and its body is a round with the
+        choice after it: the host looks once a round, as it does where the budget is fixed.
+        """
         assert self.max_rounds is not None
         limit, budgets, slots = self.max_rounds, self.spec.buckets, carry[0].anchor.shape[0]
         seconds, size = jnp.asarray(steering.seconds), steering.beliefs.shape[0]
-        Steered = tuple[Carry, Array, Array]  # with the beliefs after the last decision, and what it was
+        forced = jnp.asarray(steering.forced)[None]
+        Steered = tuple[Carry, Array, Array]  # with the beliefs after the last choice, and the choice
 
         def learn(carry: Carry, beliefs: Array, told: Array, index: int | None) -> Steered:
-            """What `told` says of the rounds before, and a decision on the next ones."""
-            learned, decided, plan = scalars(
-                functools.partial(steer.step, index=index, budgets=budgets), beliefs, seconds, told,
-                results=(size, size, 2), implementation=self.spec.implementation,
-            )  # fmt: skip
-            plan = plan.astype(jnp.int32)
-            plan = plan.at[0].set(jnp.where(steering.forced >= 0, steering.forced, plan[0]))
+            """What `told` says of the rounds before, and a choice for the next ones."""
             state, output, rounds = carry
-            return (state, dataclasses.replace(output, beliefs=learned, evidence=None), rounds), decided, plan
-
-        def used(output: RoundOutput, rounds: Array, index: int) -> RoundOutput:
-            assert output.used is not None
-            more = rounds[:, None] * (jnp.arange(len(budgets)) == index)
-            return dataclasses.replace(output, used=output.used + more)
+            learned, decided, chosen = scalars(
+                functools.partial(steer.step, index=index, budgets=budgets), beliefs, seconds, forced, told,
+                results=(size, size, 1), implementation=self.spec.implementation,
+            )  # fmt: skip
+            return (state, dataclasses.replace(output, beliefs=learned, evidence=None), rounds), decided, chosen
 
         def plain(steered: Steered, spec: RoundSpec) -> Steered:
-            (before, output, begun), beliefs, plan = steered
-            assert before.taps is not None
-            until = jnp.minimum(begun + plan[1], limit)
-            rest = dataclasses.replace(self, max_rounds=until)
-            after, output, rounds = jax.lax.while_loop(
-                lambda c: self.going(c, until), lambda c: rest.stretch(c, spec), (before, output, begun)
-            )
-            output = used(output, jnp.sum(after.histogram - before.histogram, axis=1), 0)
-            told = (rounds - begun).astype(jnp.float32)[None]
-            return learn((after, output, rounds), beliefs, told, 0)
+            carry, beliefs, _ = steered
+            after = self.stretch(carry, spec)
+            return learn(after, beliefs, (after[2] - carry[2]).astype(jnp.float32)[None], 0)
 
         def drafting(steered: Steered, spec: RoundSpec, index: int) -> Steered:
-            (state, output, begun), beliefs, plan = steered
-            output = dataclasses.replace(output, evidence=_no_evidence(slots, len(budgets)))
-            until = jnp.minimum(begun + plan[1], limit)
-            state, output, rounds = self.repeat((state, output, begun), spec, until)
-            found = output.evidence
-            assert found is not None
-            count = found.rounds.astype(jnp.float32)
-            sums = jnp.sum(jnp.concatenate([count[:, None], found.reached, found.predicted], axis=1), axis=0)
-            told = jnp.concatenate([(rounds - begun).astype(jnp.float32)[None], sums])
-            return learn((state, used(output, found.rounds, index), rounds), beliefs, told, index)
+            carry, beliefs, _ = steered
+            after = self.one(carry, spec)
+            assert after[1].evidence is not None
+            return learn(after, beliefs, jnp.sum(after[1].evidence.numbers, axis=0), index)
 
         def staying(index: int, spec: RoundSpec) -> Callable[[Steered], Steered]:
-            """Rounds of a bucket as long as it is the choice: it costs less to stay than to leave and come back."""
+            """Rounds of a bucket as long as it is the choice."""
             body = functools.partial(plain, spec=spec)
             if spec.budget:
                 body = functools.partial(drafting, spec=spec, index=index)
-            return lambda steered: jax.lax.while_loop(
-                lambda c: self.going(c[0], limit) & (c[2][0] == index), body, steered
-            )
+
+            def run(before: Steered) -> Steered:
+                (state, output, rounds), *rest = jax.lax.while_loop(
+                    lambda c: self.going(c[0], limit) & (c[2][0] == index), body, before
+                )
+                taken = jnp.sum(state.histogram - before[0][0].histogram, axis=1)
+                assert output.used is not None
+                used = output.used + taken[:, None] * (jnp.arange(len(budgets)) == index)
+                return (state, dataclasses.replace(output, used=used), rounds), *rest
+
+            return run
 
         branches = [staying(index, spec) for index, spec in enumerate(rounds_of(self.spec))]
         start = learn(carry, jnp.asarray(steering.beliefs), jnp.asarray(steering.keep)[None], None)
         return jax.lax.while_loop(
-            lambda c: self.going(c[0], limit), lambda c: jax.lax.switch(c[2][0], branches, c), start
+            lambda c: self.going(c[0], limit), lambda c: jax.lax.switch(c[2][0].astype(jnp.int32), branches, c), start
         )[0]
 
 
 def _no_evidence(slots: int, buckets: int) -> Evidence:
-    sums = jnp.zeros((slots, buckets), jnp.float32)
-    return Evidence(jnp.zeros((slots,), jnp.int32), sums, sums)
+    return Evidence(jnp.zeros((slots, 1 + 2 * buckets), jnp.float32))
 
 
 def _restore(state: DecodeState, before: DecodeState, own: Bool[Array, " B"]) -> DecodeState:

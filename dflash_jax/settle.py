@@ -6,6 +6,7 @@ This is the reference of `pallas_kernels.tree_walk`, which does all of it in one
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,14 +25,25 @@ class Evidence:
     of buckets above the budget that ran are those of that budget.
 
     Attributes:
-      rounds: rounds in which the slot was active.
-      reached: tokens that a round of the bucket would have emitted, stop tokens and limits aside.
-      predicted: the same, as the drafter's probabilities expect it.
+      numbers: all of it in one array: rounds, then `reached`, then `predicted`.
     """
 
-    rounds: Int[Array, " B"]
-    reached: Float[Array, "B K"]
-    predicted: Float[Array, "B K"]
+    numbers: Float[Array | np.ndarray, "B 1+2K"]
+
+    @property
+    def rounds(self) -> Float[Array | np.ndarray, " B"]:
+        """Rounds in which the slot was active."""
+        return self.numbers[:, 0]
+
+    @property
+    def reached(self) -> Float[Array | np.ndarray, "B K"]:
+        """Tokens that a round of the bucket would have emitted, stop tokens and limits aside."""
+        return self.numbers[:, 1 : 1 + self.numbers.shape[1] // 2]
+
+    @property
+    def predicted(self) -> Float[Array | np.ndarray, "B K"]:
+        """The same, as the drafter's probabilities expect it."""
+        return self.numbers[:, 1 + self.numbers.shape[1] // 2 :]
 
 
 @struct.dataclass
@@ -71,8 +83,7 @@ def settle(state: "DecodeState", tree: Tree, chosen: Int[Array, "B N"], spec: "R
             depth=tree.max_depth + 1, buckets=buckets,
         )  # fmt: skip
         walked = Walk(path=path, count=accepted, bonus=tokens[:, -1], tokens=tokens)
-        evidence = Evidence(state.active.astype(jnp.int32), *rest[6:]) if buckets else None
-        return Settled(walked, *rest[:6], evidence=evidence)
+        return Settled(walked, *rest[:6], evidence=Evidence(rest[6]) if buckets else None)
     walked = walk(tree, chosen)
     count, active = cut(state, walked.tokens, walked.count)
     last = jnp.maximum(count - 1, 0)[:, None]
@@ -104,11 +115,11 @@ def cut(state: "DecodeState", tokens: Int[Array, "B D"], count: Int[Array, " B"]
 def tell(active: Bool[Array, " B"], tree: Tree, walked: Walk, buckets: tuple[int, ...]) -> Evidence:
     """What a round with a tree says about all buckets."""
     assert tree.log_probs is not None and tree.order is not None
-    active = active.astype(jnp.int32)
     budgets = jnp.asarray(buckets)
     on_path = jnp.arange(walked.path.shape[1]) < walked.count[:, None]
     taken = jnp.take_along_axis(tree.order, walked.path, axis=1)
     reached = jnp.sum(on_path[:, :, None] & (taken[:, :, None] <= budgets), axis=1)
     probability = jnp.where(tree.valid, jnp.exp(tree.log_probs), 0.0)
     predicted = jnp.sum(probability[:, :, None] * (tree.order[:, :, None] <= budgets), axis=1)
-    return Evidence(active, (active[:, None] * reached).astype(jnp.float32), active[:, None] * predicted)
+    told = jnp.concatenate([jnp.ones((active.shape[0], 1)), reached, predicted], axis=1)
+    return Evidence(jnp.where(active[:, None], told, 0.0).astype(jnp.float32))

@@ -1,6 +1,6 @@
 """Which budget the next rounds take, `--tree-budget auto`: pure functions of what rounds have shown.
 
-They run on the device, between the rounds of a burst (`decoding.py`), where a choice costs a few operations on scalars
+They run on the device, after the rounds of a burst (`decoding.py`), where a choice costs a few operations on scalars
 and nothing waits for the host; and on the host, where rounds are handed over one by one (`budget.py`). So everything
 here is written in scalars, and in the few functions of `Arithmetic` that Python's floats and JAX's arrays both have.
 
@@ -23,7 +23,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 # What one round weighs after the next one, for the text at hand and for what is kept over requests.
 SHORT_MEMORY, LONG_MEMORY = 0.9, 0.98
@@ -42,10 +42,8 @@ STAY = 1.03
 # Share of the decoding time that trying other buckets may cost, saved for at most so many rounds of the first one; and
 # rounds that lie between two trials.
 EXPLORATION, SAVED, APART = 0.01, 2, 8
-# Rounds between two decisions: with drafts at most, and without, where they have less to tell. With drafts fewer where
-# they would take longer than so many plain ones: a wrong choice costs more there, and the decision itself less.
-DRAFT_ROUNDS, PLAIN_ROUNDS = 4, 32
-STRETCH = 8.0
+# Rounds without a draft between two decisions: they have little to tell. With drafts there is a decision after each.
+PLAIN_ROUNDS = 48
 
 Scalar = Any  # a Python float or bool, or a JAX array without axes
 
@@ -161,7 +159,7 @@ class Steering:
     beliefs: Float[Array | np.ndarray, " M"]
     seconds: Float[Array | np.ndarray, " K"]
     keep: Float[Array | np.ndarray, ""]
-    forced: Int[Array | np.ndarray, ""]
+    forced: Float[Array | np.ndarray, ""]
 
 
 def expected_tokens(b: Beliefs, budgets: Sequence[int], a: Arithmetic) -> list[Scalar]:
@@ -287,20 +285,20 @@ def renewed(b: Beliefs, keep: Scalar, a: Arithmetic) -> Beliefs:
 
 
 def step(
-    beliefs: list[Scalar], seconds: list[Scalar], told: list[Scalar], *, index: int | None, budgets: tuple[int, ...]
-) -> tuple[list[Scalar], list[Scalar], list[Scalar]]:
-    """What a device does between two stretches of rounds: it learns from the one and decides on the next.
+    beliefs: list[Scalar], seconds: list[Scalar], forced: list[Scalar], told: list[Scalar], *, index: int | None,
+    budgets: tuple[int, ...],
+) -> tuple[list[Scalar], list[Scalar], list[Scalar]]:  # fmt: skip
+    """What a device does after a round with drafts, or a stretch of rounds without: it learns, and decides on the next.
 
     Args:
-      beliefs, seconds: see `Steering`.
-      told: how many rounds there were; of rounds with drafts also how many of all slots together, what they reached and
-        what was predicted, a bucket each. Before the first round `Steering.keep`.
-      index: of the bucket of the rounds; None before the first one.
+      beliefs, seconds, forced: see `Steering`.
+      told: after a round with drafts its `settle.Evidence`, summed over slots; of rounds without, how many there were;
+        before the first round `Steering.keep`.
+      index: of the bucket that ran; None before the first round.
       budgets: of the buckets.
 
     Returns:
-      The beliefs; the beliefs after the decision, which may have spent some credit; the index of the next bucket and
-      for how many rounds, to be rounded down.
+      The beliefs; the beliefs after the decision, which may have spent some credit; the index of the next bucket.
     """
     a, b, buckets = ON_DEVICE, unpack(beliefs), len(budgets)
     if index is None:
@@ -308,8 +306,6 @@ def step(
     elif index == 0:
         b = without_drafts(b, told[0], seconds, a)
     else:
-        b = with_drafts(b, index, told[1], told[0], told[2 : 2 + buckets], told[2 + buckets :], seconds, a)
+        b = with_drafts(b, index, told[0], 1.0, told[1 : 1 + buckets], told[1 + buckets :], seconds, a)
     decided, chosen = decide(b, seconds, budgets, index, a)
-    most = a.minimum(a.maximum(STRETCH * seconds[0] / _at(seconds, chosen, a), 1.0), float(DRAFT_ROUNDS))
-    rounds = a.where(chosen == 0.0, float(PLAIN_ROUNDS), a.where(decided.since < 0.5, 1.0, most))
-    return numbers_of(b), numbers_of(decided), [chosen, rounds]
+    return numbers_of(b), numbers_of(decided), [a.where(forced[0] >= 0.0, forced[0], chosen)]

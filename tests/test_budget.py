@@ -18,13 +18,11 @@ from dflash_jax.round import RoundOutput, RoundSpec
 from dflash_jax.scheduler import Scheduler
 from dflash_jax.settle import Evidence, tell
 from dflash_jax.steering import (
-    DRAFT_ROUNDS,
     EXPLORATION,
     MARGIN,
     ON_HOST,
     PLAIN_ROUNDS,
     STAY,
-    STRETCH,
     Beliefs,
     choose,
     first_beliefs,
@@ -44,8 +42,7 @@ BUCKETS = (0, 3, 7, 15)  # of a block of 8 on a CPU
 
 def evidence(rounds: int, reached: list[float], predicted: list[float] | None = None) -> Evidence:
     """Of one slot; per-round means."""
-    table = [rounds * np.asarray([row], np.float32) for row in (reached, predicted or reached)]
-    return Evidence(np.asarray([rounds]), *table)  # type: ignore[arg-type]
+    return Evidence(rounds * np.asarray([[1.0, *reached, *(predicted or reached)]], np.float32))
 
 
 def one_round(controller: BudgetController, law: list[float], index: int) -> None:
@@ -129,7 +126,7 @@ CPU_LIKE, GPU_LIKE = (1.0, 3.0, 4.0, 6.0), (1.0, 1.15, 1.2, 1.3)
 )
 def test_the_controller_finds_the_best_bucket(seconds: tuple[float, ...], law: list[float], best: int, plain: int):
     """Nearly always, and where another one is often tried, it costs next to nothing."""
-    ran = settle(BudgetController(LatencyCurve(BUCKETS, seconds)), law, plain=plain)
+    ran = settle(BudgetController(LatencyCurve(BUCKETS, seconds)), law, rounds=4000, plain=plain)
     assert share(ran, best) > 0.85
     late = ran[len(ran) // 2 :]
     taken, emitted = (sum(row[index] for index in late) for row in (seconds, law))
@@ -302,12 +299,10 @@ def on_the_host(before: np.ndarray, seconds: np.ndarray, told: np.ndarray, index
     elif index == 0:
         b = steering.without_drafts(b, float(told[0]), times, ON_HOST)
     else:
-        ran, rounds, *sums = told.tolist()
-        b = steering.with_drafts(b, index, rounds, ran, sums[:buckets], sums[buckets:], times, ON_HOST)
+        rounds, *sums = told.tolist()
+        b = steering.with_drafts(b, index, rounds, 1.0, sums[:buckets], sums[buckets:], times, ON_HOST)
     decided, chosen = steering.decide(b, times, BUCKETS, index, ON_HOST)
-    most = min(max(STRETCH * times[0] / times[int(chosen)], 1.0), DRAFT_ROUNDS)
-    rounds = PLAIN_ROUNDS if chosen == 0 else 1 if decided.since == 0 else most
-    return [*steering.numbers_of(b), *steering.numbers_of(decided), chosen, rounds]
+    return [*steering.numbers_of(b), *steering.numbers_of(decided), chosen]
 
 
 @functools.cache
@@ -315,9 +310,10 @@ def device_step(interpret: bool, index: int | None) -> Callable[..., jax.Array]:
     step = functools.partial(steering.step, index=index, budgets=BUCKETS)
     size = first_beliefs(len(BUCKETS)).size
 
-    def run(*arrays: jax.Array) -> jax.Array:
+    def run(known: jax.Array, seconds: jax.Array, told: jax.Array, forced: float = -1.0) -> jax.Array:
+        arrays = (known, seconds, jnp.asarray(forced, jnp.float32)[None], told)
         if interpret:
-            return jnp.concatenate(kernel.scalars(step, arrays, (size, size, 2), interpret=True))
+            return jnp.concatenate(kernel.scalars(step, arrays, (size, size, 1), interpret=True))
         return jnp.concatenate(reference.scalars(step, *arrays))
 
     return jax.jit(run)
@@ -340,29 +336,24 @@ def test_the_device_learns_and_decides_as_the_host_does(interpret: bool):
             elif index == 0:
                 told = np.asarray([float(rng.integers(1, PLAIN_ROUNDS + 1))])
             else:
-                ran = float(rng.integers(1, DRAFT_ROUNDS + 1))
-                reached = slots * ran * np.minimum(law, law[index])
-                told = np.concatenate([[ran, slots * ran], reached, reached * rng.uniform(0.5, 1.5)])
+                reached = slots * np.minimum(law, law[index])
+                told = np.concatenate([[slots], reached, reached * rng.uniform(0.5, 1.5)])
             told = told.astype(np.float32)
             found = np.asarray(device_step(interpret, index)(jnp.asarray(known), jnp.asarray(seconds), told))
             want = on_the_host(known, seconds, told, index)
             np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
-            assert found[-2] == want[-2]
+            assert found[-1] == want[-1]
             trials += found[2 * size - 3] < found[size - 3] and round_ % 17 != 0
-            known, index = found[size : 2 * size], int(found[-2])
+            known, index = found[size : 2 * size], int(found[-1])
             taken.add(index)
     assert taken == set(range(len(BUCKETS))) and trials > 0
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(1.5, 4), (3.0, 2), (9.0, 1)])
-def test_the_costlier_drafts_are_the_sooner_they_are_looked_at(seconds: float, rounds: int):
-    """Good ones, too, that nothing else would end; and no trial, of which there is one round."""
-    known = BudgetController(LatencyCurve(BUCKETS, (1.0, seconds, 20.0, 30.0)))
-    for _ in range(9):
-        known.observe(1, evidence(1, [1, 16.0, 16.0, 16.0]))
-    arrays = [np.asarray(x, np.float32) for x in (known.steering().beliefs, known.curve.seconds, [1.0])]
-    chosen, most = np.asarray(device_step(False, None)(*arrays))[-2:]
-    assert (chosen, int(most)) == (1, rounds)
+@pytest.mark.parametrize("interpret", [False, True], ids=["xla", "interpreted"])
+def test_a_forced_bucket_is_the_choice_and_changes_nothing_else(interpret: bool):
+    arrays = [np.asarray(x, np.float32) for x in (first_beliefs(len(BUCKETS)), CPU_LIKE, [1.0])]
+    free, forced = (np.asarray(device_step(interpret, None)(*arrays, bucket)) for bucket in (-1.0, 3.0))
+    assert free[-1] != forced[-1] == 3 and np.array_equal(free[:-1], forced[:-1])
 
 
 def test_steps_without_and_with_the_decision_spent_differ_by_what_a_trial_costs():
@@ -373,8 +364,8 @@ def test_steps_without_and_with_the_decision_spent_differ_by_what_a_trial_costs(
     known = np.asarray(steering.numbers_of(b), np.float32)
     arrays = [np.asarray(x, np.float32) for x in (known, CPU_LIKE, [1.0])]
     found = np.asarray(device_step(False, None)(*arrays))
-    before, after = (steering.unpack(x.tolist()) for x in (found[: known.size], found[known.size : -2]))
-    assert found[-2] > 0 and found[-1] == 1 and before.credit == 5.0 and (before.since, before.fresh) == (b.since, 1.0)
+    before, after = (steering.unpack(x.tolist()) for x in (found[: known.size], found[known.size : -1]))
+    assert found[-1] > 0 and before.credit == 5.0 and (before.since, before.fresh) == (b.since, 1.0)
     assert after.credit < 5.0 and (after.since, after.fresh) == (0.0, 0.0)
 
 
@@ -424,7 +415,7 @@ def bursts(monkeypatch: pytest.MonkeyPatch) -> Bursts:
         planned = steering is not None and not compile_only and steering.forced < 0
         if planned and found.plan is not None:
             index, max_rounds = next(found.plan)
-            steering = dataclasses.replace(steering, forced=np.asarray(index, np.int32))
+            steering = dataclasses.replace(steering, forced=np.asarray(index, np.float32))
         result = own(
             self, state, max_rounds, spec, *rest, steering=steering, compile_only=compile_only, **options
         )
@@ -491,7 +482,6 @@ def turning(monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(steering, "decide", decide)
     # Few enough that a text sees all turns, more plain ones than taps can wait.
     monkeypatch.setattr(steering, "PLAIN_ROUNDS", 12)
-    monkeypatch.setattr(steering, "DRAFT_ROUNDS", 2)
     return other_engine()
 
 
@@ -571,7 +561,7 @@ def test_rounds_without_drafts_age_what_is_known_of_the_text_by_their_number(bur
     for row in dataclasses.fields(before.short):
         old, new = getattr(before.short, row.name), getattr(after.short, row.name)
         assert new == pytest.approx([x * steering.SHORT_MEMORY**10 for x in old], rel=1e-5)
-    assert before.short.rounds[3] == 2.0 and after.long == before.long
+    assert before.short.rounds[3] == pytest.approx(1 + steering.SHORT_MEMORY) and after.long == before.long
     assert bursts.outputs[1].used is not None and bursts.outputs[1].used.max() == 10
 
 

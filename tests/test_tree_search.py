@@ -56,7 +56,10 @@ def test_candidates_are_those_of_top_k(kernels: None, kind: str, vocab: int, k: 
 @pytest.mark.parametrize("policy", [SpineFirst(), BestFirst()])
 @pytest.mark.parametrize(
     ("length", "k", "budget"),
-    [(15, 31, 31), (15, 63, 63), (9, 31, 31), (1, 5, 5), (2, 7, 7), (3, 4, 6), (7, 15, 15), (5, 2, 11), (16, 40, 40), (15, 64, 255)],
+    [
+        (15, 31, 31), (15, 63, 63), (9, 31, 31), (1, 5, 5), (2, 7, 7), (3, 4, 6), (7, 15, 15), (5, 2, 11), (16, 40, 40),
+        (15, 64, 255),
+    ],
 )
 def test_trees_are_those_of_the_reference(kernels: None, policy: Any, length: int, k: int, budget: int):
     rng = np.random.default_rng(length)

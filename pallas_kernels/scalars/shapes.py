@@ -25,6 +25,6 @@ def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
     for index in (None, 0, k - 1):
         step = functools.partial(steering.step, index=index, budgets=BUDGETS)
         name = "start" if index is None else f"bucket{index}"
-        arrays = (array(known), array(k), array(2 + 2 * k if index else 1))
-        call = functools.partial(kernel.scalars, step, results=(known, known, 2))
+        arrays = (array(known), array(k), array(1), array(1 + 2 * k if index else 1))
+        call = functools.partial(kernel.scalars, step, results=(known, known, 1))
         yield f"scalars/{name}", lambda *arrays, call=call: call(arrays), arrays

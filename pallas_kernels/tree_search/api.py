@@ -49,5 +49,7 @@ def search_serves(shape: tuple[int, ...], budget: int, implementation: Implement
     """
     reason, (length, candidates) = None, shape[1:]
     if max(budget, candidates) > MAX_BUDGET or length > MAX_LENGTH:
-        reason = f"{budget} nodes of {candidates} candidates over {length} depths: at most {MAX_BUDGET} over {MAX_LENGTH}"
+        reason = (
+            f"{budget} nodes of {candidates} candidates over {length} depths: at most {MAX_BUDGET} over {MAX_LENGTH}"
+        )
     return resolve("tree_search", implementation, reason) == "pallas"

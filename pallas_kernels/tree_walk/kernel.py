@@ -39,8 +39,7 @@ def _kernel(
     new_active_ref,  # [B]
     new_remaining_ref,  # [B]
     new_histogram_ref,  # [B, H]
-    reached_ref=None,  # [B, K]
-    predicted_ref=None,  # [B, K]
+    told_ref=None,  # [B, 1 + 2 K]
     *,
     buckets: tuple[int, ...],
     barrier,
@@ -94,15 +93,16 @@ def _kernel(
     histogram = histogram + ((bin_ == count) & (count > 0)).astype(jnp.int32)
     plgpu.store(new_histogram_ref.at[slot, bin_], histogram, mask=bin_ < bins)
 
-    if buckets and reached_ref is not None and predicted_ref is not None:
+    if told_ref is not None:
         order = of_rows(order_ref)
         probability = jnp.where(valid, jnp.exp(of_rows(log_probs_ref)), 0.0)
         taken = plgpu.load(order_ref.at[slot, path])
         one = active.astype(jnp.float32)
+        told_ref[slot, 0] = one
         for place, bucket in enumerate(buckets):
             reached = jnp.sum(((step < walked) & (taken <= bucket)).astype(jnp.float32))
-            reached_ref[slot, place] = one * reached
-            predicted_ref[slot, place] = one * jnp.sum(jnp.where(order <= bucket, probability, 0.0))
+            told_ref[slot, 1 + place] = one * reached
+            told_ref[slot, 1 + len(buckets) + place] = one * jnp.sum(jnp.where(order <= bucket, probability, 0.0))
 
 
 @compiled_once("depth", "buckets", "interpret")
@@ -134,7 +134,7 @@ def tree_walk(
 
     Returns:
       Path, emitted tokens, rows accepted, tokens emitted, and the new anchor, lengths, active, remaining and histogram;
-      with buckets also the tokens that each would have emitted and was expected to.
+      with buckets also the numbers of a `settle.Evidence`.
     """
     batch = tokens.shape[0]
 
@@ -143,7 +143,7 @@ def tree_walk(
 
     number = jax.ShapeDtypeStruct((batch,), jnp.int32)
     listed = jax.ShapeDtypeStruct((batch, depth), jnp.int32)
-    told = (jax.ShapeDtypeStruct((batch, len(buckets)), jnp.float32),) * 2 if buckets else ()
+    told = (jax.ShapeDtypeStruct((batch, 1 + 2 * len(buckets)), jnp.float32),) if buckets else ()
     if not buckets:
         order = log_probs = None
     counters = range(7, 12) if order is None else range(9, 14)  # among the operands that are arrays
