@@ -109,15 +109,21 @@ def calls(product: Product, most: int, interpret: bool) -> Iterator[tuple[str | 
 
 
 def looped(call: Call, x: Float[Array, "M K"], weights: Sequence[Float[Array, "N K"]]) -> Any:
-    """Compiled: (trips, x, weights) -> products of the last trip, whose x depends on the trip before."""
+    """Compiled: (trips, x, weights) -> products of the last trip, each of which waits for the one before.
+
+    Of calls that do not, XLA would join what comes after its own kernels, sums of splits and SwiGLU, into one launch.
+    """
 
     def run(trips: Array, x: Array, weights: Sequence[Array]) -> Any:
         results = [jnp.zeros(y.shape, y.dtype) for y in jax.eval_shape(lambda: [call(x, w) for w in weights])]
 
         def body(_: Array, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
             x, results = carry
-            x = x + (0 * results[0][:, :1]).astype(x.dtype)
-            return x, [call(x, w) for w in weights]
+            x, results = x + (0 * results[-1][:, :1]).astype(x.dtype), []
+            for w in weights:
+                x, y = jax.lax.optimization_barrier((x, call(x, w)))
+                results.append(y)
+            return x, results
 
         return jax.lax.fori_loop(0, trips, body, (x, results))
 

@@ -26,7 +26,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 # What one round weighs after the next one, for the text at hand and for what is kept over requests.
-SHORT_MEMORY, LONG_MEMORY = 0.9, 0.98
+SHORT_MEMORY, LONG_MEMORY = 0.95, 0.98
 # Rounds that the calibrated prediction counts as, and the mean over texts, against realised tokens.
 PREDICTION_WEIGHT, USUAL_WEIGHT = 4.0, 2.0
 # Tokens that the uncalibrated prediction counts as, before anything has come true.
@@ -38,10 +38,10 @@ HOPE = 1.2
 # Drafting must promise so many times the autoregressive rate: being wrong costs more on that side.
 MARGIN = 1.02
 # And another bucket so many times the rate of the one in use: to leave it costs a part of a small model's round.
-STAY = 1.03
+STAY = 1.05
 # Share of the decoding time that trying other buckets may cost, saved for at most so many rounds of the first one; and
 # rounds that lie between two trials.
-EXPLORATION, SAVED, APART = 0.01, 2, 8
+EXPLORATION, SAVED, APART = 0.005, 2, 8
 # Rounds without a draft between two decisions: they have little to tell. With drafts there is a decision after each.
 PLAIN_ROUNDS = 48
 

@@ -238,7 +238,7 @@ def test_a_larger_tree_is_never_expected_to_emit_less():
     controller = BudgetController(LatencyCurve(BUCKETS, CPU_LIKE))
     for _ in range(20):
         controller.observe(3, evidence(1, [1, 1.5, 1.6, 1.7]))
-    for _ in range(20):
+    for _ in range(40):
         controller.observe(1, evidence(1, [1, 3.5, 3.5, 3.5]))
     tokens = steering.expected_tokens(beliefs(controller), BUCKETS, ON_HOST)
     assert tokens == sorted(tokens) and tokens[1] > 3

@@ -93,4 +93,5 @@ def test_the_tool_measures_and_writes(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_every_number_of_rows_has_a_place():
-    assert [Product.of(rows, 1, 1, False).rows for rows in (1, 16, 17, 32, 33, 64)] == [16, 16, 32, 32, 64, 64]
+    found = [Product.of(rows, 1, 1, False).rows for rows in (1, 2, 16, 17, 32, 33, 64)]
+    assert found == [1, 16, 16, 32, 32, 64, 64]

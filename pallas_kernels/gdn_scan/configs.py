@@ -24,6 +24,7 @@ class TreeConfig:
       num_warps, num_stages: warps a program, depth of the sweep's pipeline.
       two_sweeps: take the queries' products in a sweep of their own, after the innovations: half the accumulators to
         hold, for a second trip to the cache for keys and state.
+      narrow: key dims up to which a head's keys are a single step, with half as many value dims a program.
     """
 
     tile: int
@@ -33,9 +34,13 @@ class TreeConfig:
     num_warps: int = 4
     num_stages: int = 4
     two_sweeps: bool = False
+    narrow: int = 0
 
     def fit(self, key_dim: int, value_dim: int) -> "TreeConfig":
         """The same for narrower heads."""
+        if key_dim <= self.narrow:
+            block_dv = max(min(self.block_dv, value_dim) // 2, 16)  # what a matrix unit takes
+            return dataclasses.replace(self, block_dk=key_dim, block_dv=block_dv, num_stages=1)
         return dataclasses.replace(
             self, block_dk=min(self.block_dk, key_dim), block_dv=min(self.block_dv, value_dim)
         )
@@ -137,8 +142,8 @@ _FP32 = Table(
 
 # By a part of the device kind that the driver reports, then bytes a number. Any other device gets the A6000's.
 A6000 = {2: _BF16_AMPERE, 4: _FP32}
-# As swept on an H200 at the 27B widths: less arithmetic in small tiles beats fewer of them.
-_HOPPER_TREE = TreeConfig(16, 64, 32, "bf16x2")
+# As swept on an H200 at the 27B widths: less arithmetic in small tiles beats fewer of them. And at the bundled pair's.
+_HOPPER_TREE = TreeConfig(16, 64, 32, "bf16x2", narrow=64)
 _BF16_HOPPER = Table(
     tree=_BF16.tree | dict.fromkeys((16, 32, 64), _HOPPER_TREE),
     commit=_BF16.commit,

@@ -19,8 +19,8 @@ import jax
 from pallas_kernels.linear.configs import Config
 
 SHIPPED = Path(__file__).parent / "tables"
-# Rows that a product's tiles are cut for.
-ROWS = (16, 32, 64)
+# Rows that a product's tiles are cut for, and a single one, for which XLA has kernels without tiles.
+ROWS = (1, 16, 32, 64)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -85,14 +85,14 @@ def write(path: Path, found: Mapping[Product, Config | None], notes: Mapping[str
 
 
 @functools.cache
-def _table(device_kind: str) -> dict[Product, Config]:
+def _table(device_kind: str) -> dict[Product, Config | None]:
     found: dict[Product, Config | None] = {}
     # Processes of one run must make the same program, and have homes of their own.
     for folder in (SHIPPED, user_folder()) if jax.process_count() == 1 else (SHIPPED,):
         path = folder / file_name(device_kind)
         if path.is_file():
             found |= read(path)
-    return {product: config for product, config in found.items() if config is not None}
+    return found
 
 
 def forget() -> None:
@@ -102,9 +102,15 @@ def forget() -> None:
 
 def digest(device_kind: str) -> str:
     """Stands for all that programs take from tables."""
-    return repr(sorted((p, dataclasses.astuple(c)) for p, c in _table(device_kind).items()))
+    return repr(sorted((p, c and dataclasses.astuple(c)) for p, c in _table(device_kind).items()))
 
 
 def lookup(device_kind: str, product: Product) -> Config | None:
-    """The config of a product that the kernel serves best on this kind of device."""
-    return _table(device_kind).get(product)
+    """The config of a product that the kernel serves best on this kind of device.
+
+    A single row that has not been measured is taken for a few.
+    """
+    found = _table(device_kind)
+    if product.rows == 1 and product not in found:
+        product = dataclasses.replace(product, rows=ROWS[1])
+    return found.get(product)
