@@ -58,6 +58,10 @@ class StopStrings:
         self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops)]
         self._held = ""
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._matchers)
+
     def feed(self, text: str) -> tuple[str, str | None]:
         """Takes the next piece of text.
 
@@ -182,7 +186,12 @@ class StopChecker:
         that were already under way may still arrive.
         """
         first_id, first_piece = len(self._ids), len(self._pieces)
-        for number in map(int, ids):
+        numbers = [int(number) for number in ids]
+        inside = self._inside(numbers)
+        if inside:
+            self._ids += numbers[:inside]
+            self._take(self._detokenizer.push(numbers[:inside]))
+        for number in numbers[inside:]:
             if self._finish_reason is not None:
                 break
             self._ids.append(number)
@@ -193,6 +202,13 @@ class StopChecker:
             if self._finish_reason is None and len(self._ids) >= self._limit:
                 self._end("length", None)
         return self._update(first_id, first_piece)
+
+    def _inside(self, numbers: list[int]) -> int:
+        """How many of the next tokens certainly do not end the sequence, so that they can be taken all at once."""
+        if self._finish_reason is not None or self._strings:
+            return 0  # a stop string may end in any of them
+        before = min(len(numbers), self._limit - len(self._ids) - 1)
+        return next((i for i in range(before) if numbers[i] in self._stop_tokens), before)
 
     def finish(self) -> StopUpdate:
         """Ends the sequence from outside (caches full) with reason "length"; no-op once it has ended."""
