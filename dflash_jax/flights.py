@@ -1,6 +1,7 @@
 """What a scheduler keeps of a request on its way, and of results that the device still works on."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -125,6 +126,7 @@ class Flight:
         return self.output.count.is_ready()  # type: ignore[attr-defined]
 
 
+@functools.lru_cache(maxsize=256)
 def prefill_spec(spec: RoundSpec) -> RoundSpec:
     """What prefill reads of a spec: whether there is a drafter, not how it drafts. All trees share its program."""
     rule = sample if spec.rule is reject_and_resample else spec.rule  # without a draft they are the same

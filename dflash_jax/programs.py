@@ -51,6 +51,13 @@ def _options(rows: int, width: int) -> dict[str, bool | int | str] | None:
     return options
 
 
+def shapes_of(states: Any) -> tuple[Any, Any]:
+    """Shapes and types of the arrays of states, and how these are put together: what programs of them depend on."""
+    leaves, structure = jax.tree.flatten(states)
+    # A type's name takes longer to find than all the rest of a call's key.
+    return tuple((leaf.shape, leaf.dtype) for leaf in leaves), structure
+
+
 class _Weights:
     """A model's weights as a plain list, which a call hands over in a tenth of the time that `nnx.State` takes.
 
@@ -74,6 +81,7 @@ class Programs:
 
     Attributes:
       compiled: the programs, by name, static key and shapes.
+      ready: marks of callers for what they have had compiled (`Scheduler._compile`), so that they need not ask again.
       compile_seconds: time spent compiling so far.
       on_compile: called with a description before each compilation.
     """
@@ -91,6 +99,7 @@ class Programs:
         self._devices = [dispatch.target_device()] if mesh is None else list(mesh.devices.flat)
         self.compiled: dict[Any, Any] = {}
         self._choices: dict[Any, dispatch.Choices] = {}
+        self.ready: set[Any] = set()
         self.compile_seconds = 0.0
         self.on_compile: Callable[[str], None] = lambda name: None
         # Of programs that are compiled side by side: guards what to say of all of them, which is said once.
@@ -121,9 +130,7 @@ class Programs:
         many rows its products with weights have.
         """
         donate = 0 if weights is None else 1
-        leaves, structure = jax.tree.flatten([x for x in arguments if isinstance(x, DecodeState)])
-        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-        key = (name, key, shapes, structure)
+        key = (name, key, *shapes_of([x for x in arguments if isinstance(x, DecodeState)]))
         if key not in self.compiled:
             self._announce(name)
             start = time.perf_counter()

@@ -5,6 +5,7 @@ tree of one row; there is no other path. `decoding.decode` repeats the round in 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -84,9 +85,10 @@ class RoundSpec:
         return self.block_size if self.budget else 1
 
 
-def rounds_of(spec: RoundSpec) -> list[RoundSpec]:
+@functools.lru_cache(maxsize=256)
+def rounds_of(spec: RoundSpec) -> tuple[RoundSpec, ...]:
     """The rounds that requests of this spec may use, by bucket; the spec alone where the budget is fixed."""
-    return [dataclasses.replace(spec, budget=b) for b in spec.buckets] or [spec]
+    return tuple(dataclasses.replace(spec, budget=b) for b in spec.buckets) or (spec,)
 
 
 @struct.dataclass

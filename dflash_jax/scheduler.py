@@ -24,6 +24,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.flights import Flight, Request, prefill_spec, token_logprobs
 from dflash_jax.pages import PagePool
 from dflash_jax.prefix_cache import Prefix, PrefixCache
+from dflash_jax.programs import shapes_of
 from dflash_jax.request import Chunk, Completion, SamplingParams, TokenLogprob
 from dflash_jax.round import DecodeState, RoundSpec, rounds_of
 from dflash_jax.sampling import SamplingNeeds, rounded_up, slot_settings, widened
@@ -47,6 +48,13 @@ def widths_of(slots: int) -> tuple[int, ...]:
     while 2 * widths[-1] < slots:
         widths.append(4 * widths[-1])
     return (*widths[:-1], slots)
+
+
+@functools.lru_cache(maxsize=256)  # of each step; the same object again is also found faster as a part of a key
+def _full_spec(spec: RoundSpec, sampling: bool, logprobs: bool) -> RoundSpec:
+    """See `Scheduler._full_spec`."""
+    rule = greedy if not sampling else reject_and_resample if spec.sampled_draft else sample
+    return dataclasses.replace(spec, rule=rule, sampled_draft=spec.sampled_draft and sampling, logprobs=logprobs)
 
 
 class Scheduler:
@@ -393,26 +401,12 @@ class Scheduler:
         programs, controllers, key = self.engine.programs, self.engine.controllers, self.curve_key(draft)
         assert self._state is not None
         spec = self._full_spec(draft)
-        padding = [0] * self.engine.prefill_chunk
-        jobs = [
-            functools.partial(
-                programs.prefill, self._state, 0, padding, 1, True, prefill_spec(spec), compile_only=True
-            )
-        ]
-        rounds, limit, steering = rounds_of(spec), None, None
-        if not self._single:
-            rounds, limit = [spec], 1
-            steering = unsteered(len(spec.buckets)) if spec.buckets else None
-        for width in self._widths:
-            places = self._places(range(width))
-            jobs += [
-                functools.partial(
-                    programs.decode, self._state, limit, one, self._buffer(spec), slots=places, steering=steering,
-                    compile_only=True,
-                )
-                for one in rounds
-            ]
-        programs.together(jobs)
+        # Threads that find nothing to compile take longer than all else between a request and its first chunk.
+        mark = (spec, self._buffer(spec), self._widths, self._single, self.engine.prefill_chunk)
+        mark += shapes_of(self._state)
+        if mark not in programs.ready:
+            self._compile_all(spec)
+            programs.ready.add(mark)
         if draft.buckets and key not in controllers:
             start = time.perf_counter()
             if self.prefixes is not None:
@@ -425,6 +419,30 @@ class Scheduler:
                 )  # fmt: skip
             controllers[key] = BudgetController(curves)
             programs.compile_seconds += time.perf_counter() - start
+
+    def _compile_all(self, spec: RoundSpec) -> None:
+        """Compiles prefill, and the rounds of every width and budget."""
+        programs = self.engine.programs
+        padding = [0] * self.engine.prefill_chunk
+        jobs = [
+            functools.partial(
+                programs.prefill, self._state, 0, padding, 1, True, prefill_spec(spec), compile_only=True
+            )
+        ]
+        rounds, limit, steering = rounds_of(spec), None, None
+        if not self._single:
+            rounds, limit = (spec,), 1
+            steering = unsteered(len(spec.buckets)) if spec.buckets else None
+        for width in self._widths:
+            places = self._places(range(width))
+            jobs += [
+                functools.partial(
+                    programs.decode, self._state, limit, one, self._buffer(spec), slots=places, steering=steering,
+                    compile_only=True,
+                )
+                for one in rounds
+            ]
+        programs.together(jobs)
 
     def _prepare(self, request: Request) -> None:
         """Empties the request's slot for it."""
@@ -450,9 +468,7 @@ class Scheduler:
 
     def _full_spec(self, spec: RoundSpec) -> RoundSpec:
         """The round of requests that share a draft: one program serves whatever any of them needs."""
-        rule = greedy if self.needs is None else reject_and_resample if spec.sampled_draft else sample
-        drawn = spec.sampled_draft and self.needs is not None
-        return dataclasses.replace(spec, rule=rule, sampled_draft=drawn, logprobs=self._logprobs)
+        return _full_spec(spec, self.needs is not None, self._logprobs)
 
     def _buffer(self, spec: RoundSpec) -> int:
         return spec.max_emitted if self._single else max(BURST_TOKENS, spec.max_emitted)
@@ -510,7 +526,7 @@ class Scheduler:
                 controller.use(width)
                 if self._single:
                     bucket = controller.next()
-                    spec = dataclasses.replace(spec, budget=draft.buckets[bucket])
+                    spec = rounds_of(spec)[bucket]
                 else:
                     steering = controller.steering()
             used = [r.slot for r in lane if r.slot is not None]
