@@ -152,8 +152,8 @@ class Bench:
         start = time.perf_counter()
         result = self.programs.decode(state, rounds, self.spec(case), 16 * MANY)
         assert result is not None
-        state, (output, _) = result
-        np.asarray(output.count)
+        state, (results, _) = result
+        results.fetch()
         seconds = time.perf_counter() - start
         self.states[case.batch, case.budget != 0] = state
         return seconds
@@ -192,7 +192,7 @@ class Bench:
         for begin in range(0, tokens, chunk):
             state, output = self.chunk(state, ids[begin : begin + chunk], begin + chunk >= tokens)
         assert output is not None
-        np.asarray(output.tokens)
+        output.fetch()
         seconds = time.perf_counter() - start
         self.states[1, True] = state
         return seconds

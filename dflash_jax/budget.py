@@ -199,7 +199,7 @@ def measure_curve(
             result = programs.decode(state, limit, spec if loop else one, buffer, slots=places, steering=how)
             assert result is not None
             state, output = result
-        jax.device_get(jax.block_until_ready((state, output))[1])
+        jax.block_until_ready((state, output))[1][0].fetch()
         return time.perf_counter() - begun
 
     runs = []

@@ -4,11 +4,11 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-import jax
 import numpy as np
 
 from dflash_jax.acceptance import reject_and_resample, sample
 from dflash_jax.budget import BudgetController
+from dflash_jax.packing import Packed
 from dflash_jax.prefix_cache import Prefix
 from dflash_jax.request import SamplingParams, TokenLogprob
 from dflash_jax.round import RoundOutput, RoundSpec
@@ -103,8 +103,7 @@ class Flight:
 
     Attributes:
       owners: row of the results -> request.
-      output: the results.
-      histogram: of the same rows; None for the first token after a prompt.
+      results: a `RoundOutput`, and the histogram of its rows or, for the first token after a prompt, None.
       spec: the rounds.
       width: slots that they hold.
       most: tokens that a slot can have emitted in them.
@@ -112,8 +111,7 @@ class Flight:
     """
 
     owners: list[tuple[int, Request]]
-    output: RoundOutput
-    histogram: jax.Array | None
+    results: Packed
     spec: RoundSpec
     width: int = 1
     most: int = 1
@@ -123,7 +121,7 @@ class Flight:
     @property
     def ready(self) -> bool:
         """Whether the results are there."""
-        return self.output.count.is_ready()  # type: ignore[attr-defined]
+        return self.results.ready
 
 
 @functools.lru_cache(maxsize=256)

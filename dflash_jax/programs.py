@@ -5,6 +5,7 @@ compiles and compile time is never mistaken for decoding time.
 """
 
 import concurrent.futures
+import dataclasses
 import os
 import threading
 import time
@@ -12,11 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float
 
 from dflash_jax import executables
 from dflash_jax import round as rounds
@@ -24,7 +24,8 @@ from dflash_jax.config import DrafterConfig
 from dflash_jax.decoding import decode
 from dflash_jax.drafter import Drafter
 from dflash_jax.mtp import MTP
-from dflash_jax.round import DecodeState, RoundOutput, RoundSpec
+from dflash_jax.packing import Packed, pack
+from dflash_jax.round import DecodeState, RoundSpec
 from dflash_jax.sampling import SamplingState
 from dflash_jax.sharding import REPLICATED, named, parameter_specs, shard_program, state_specs
 from dflash_jax.slots import admit_slot, assign_pages, copy_slot, put_slots, release_slots, take_slots
@@ -249,11 +250,11 @@ class Programs:
         *,
         steering: Steering | None = None,
         compile_only: bool = False,
-    ) -> tuple[DecodeState, tuple[RoundOutput, Int[Array, "W H"]]] | None:
+    ) -> tuple[DecodeState, tuple[Packed, Float[Array, " M"] | None]] | None:
         """Up to `max_rounds` rounds on the device for the slots marked by `own` (None: for all).
 
         Without `max_rounds` it is one round, in a program without a loop: the host of a GPU has to wait for the end of
-        a loop, and this one it just hands over. Also returns a copy of the histogram that outlives the state.
+        a loop, and this one it just hands over.
 
         Args:
           state: of B slots.
@@ -265,6 +266,10 @@ class Programs:
             The rounds cost as much as in a state of W slots, and a copy of what these hold besides pages.
           steering: see `decoding.decode`.
           compile_only: whether nothing is run.
+
+        Returns:
+          The state; `RoundOutput` and histogram of the W slots; and the beliefs of `RoundOutput`, which the next call
+          takes and the host need not read. None if nothing is run.
         """
         loop, whole = max_rounds is not None, state.anchor.shape[0]
 
@@ -274,8 +279,8 @@ class Programs:
             models = self._models(weights, spec)
             part = take_slots(state, *slots) if slots else state
             part, output = decode(*models, part, max_rounds if loop else None, spec, buffer, own, steering)
-            histogram = jnp.copy(part.histogram)
-            return put_slots(state, part, *slots) if slots else part, (output, histogram)
+            results = pack((dataclasses.replace(output, beliefs=None), part.histogram))
+            return put_slots(state, part, *slots) if slots else part, (results, output.beliefs)
 
         weights = self._weights(spec)
         marked = np.ones((whole,), bool) if own is None else np.asarray(own, bool)
@@ -298,8 +303,8 @@ class Programs:
         spec: RoundSpec,
         *,
         compile_only: bool = False,
-    ) -> tuple[DecodeState, RoundOutput] | None:
-        """One chunk of one slot's prompt."""
+    ) -> tuple[DecodeState, Packed] | None:
+        """One chunk of one slot's prompt; returns the state, and a `RoundOutput` of this slot beside None."""
 
         def run(
             weights: Any,
@@ -310,7 +315,8 @@ class Programs:
             last: Array,
         ) -> Any:
             models = self._models(weights, spec)
-            return rounds.prefill(*models, state, slots, tokens, count, last, spec)
+            state, output = rounds.prefill(*models, state, slots, tokens, count, last, spec)
+            return state, pack((output, None))
 
         weights = self._weights(spec)
         arguments = (

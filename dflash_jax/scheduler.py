@@ -423,6 +423,7 @@ class Scheduler:
     def _compile_all(self, spec: RoundSpec) -> None:
         """Compiles prefill, and the rounds of every width and budget."""
         programs = self.engine.programs
+        assert self._state is not None
         padding = [0] * self.engine.prefill_chunk
         jobs = [
             functools.partial(
@@ -488,7 +489,7 @@ class Scheduler:
         spec = prefill_spec(self._full_spec(request.spec))
         result = self.engine.programs.prefill(self._state, request.slot, padded, len(piece), last, spec)
         assert result is not None
-        self._state, output = result
+        self._state, results = result
         request.prefilled += len(piece)
         if self.prefixes is not None and self.prefixes.keeps(request.prefilled, len(request.reads)):
             place = self.prefixes.add(request.keys[: request.prefilled // self.pool.page_size], request.pages)
@@ -499,7 +500,7 @@ class Scheduler:
                 )
         if last:
             self._prefilling.popleft()
-            self._flying.append(Flight([(0, request)], output, None, spec))
+            self._flying.append(Flight([(0, request)], results, spec))
             if request.spec.buckets:
                 mates = sum(r.decoding and r.spec == request.spec for r in self._running.values())
                 self.engine.controllers[self.curve_key(request.spec)].new_request(mates)
@@ -538,11 +539,11 @@ class Scheduler:
             limit = None if self._single else rounds
             result = self.engine.programs.decode(self._state, limit, spec, buffer, own, places, steering=steering)
             assert result is not None
-            self._state, (output, histogram) = result
-            if controller is not None and output.beliefs is not None:
-                controller.steered(output.beliefs)
+            self._state, (results, beliefs) = result
+            if controller is not None and beliefs is not None:
+                controller.steered(beliefs)
             most = min(rounds * spec.max_emitted, buffer)
-            self._flying.append(Flight(owners, output, histogram, spec, width, most, controller, bucket))
+            self._flying.append(Flight(owners, results, spec, width, most, controller, bucket))
 
     def _places(self, slots: Sequence[int]) -> Sequence[int] | None:
         """What `Programs.decode` is told for these slots: None where they are all, in whichever order."""
@@ -555,7 +556,7 @@ class Scheduler:
 
     def _land(self, flight: Flight) -> list[tuple[Request, Chunk]]:
         """Waits for results and hands them to their requests; ends those that are done."""
-        output, histogram = jax.device_get((flight.output, flight.histogram))
+        output, histogram = flight.results.fetch()
         chunks, ended = [], []
         for row, request in flight.owners:
             if request.slot is None:

@@ -186,7 +186,7 @@ class StopChecker:
         that were already under way may still arrive.
         """
         first_id, first_piece = len(self._ids), len(self._pieces)
-        numbers = [int(number) for number in ids]
+        numbers = list(map(int, ids))
         inside = self._inside(numbers)
         if inside:
             self._ids += numbers[:inside]

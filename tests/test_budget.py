@@ -420,7 +420,7 @@ def bursts(monkeypatch: pytest.MonkeyPatch) -> Bursts:
             self, state, max_rounds, spec, *rest, steering=steering, compile_only=compile_only, **options
         )
         if planned and result is not None:
-            output, histogram = jax.device_get(result[1])
+            output, histogram = result[1][0].fetch()
             found.outputs.append(output)
             found.histograms.append(histogram)
         return result

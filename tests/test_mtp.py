@@ -311,7 +311,8 @@ def test_two_devices_draft_what_one_does(tmp_path: Path) -> None:
         state, _ = programs.prefill(state, 0, prompt, 24, True, SPEC)
         tokens, pages = [], []
         for _ in range(8):
-            state, (output, _) = programs.decode(state, 1, SPEC, 64)
+            state, (results, _) = programs.decode(state, 1, SPEC, 64)
+            output, _ = results.fetch()
             tokens += output.tokens[0, : int(output.count[0])].tolist()
             pages.append(np.asarray(state.cache.draft_kv))
         found.append((tokens, np.stack(pages)))

@@ -4,7 +4,6 @@ import threading
 import time
 
 import jax
-import numpy as np
 import pytest
 
 from dflash_jax.programs import Programs
@@ -40,7 +39,7 @@ def test_they_are_those_that_are_compiled_one_by_one_and_are_announced_once():
     one.together(compiling(one, 4, 5))
     assert said == ["programs"] * 2 and len(one.compiled) == 3 and one.compile_seconds > before
     result = one.decode(one.init(None, 1, 512, 64), 1, RoundSpec(0), 5)
-    assert result is not None and np.asarray(result[1][0].count).tolist() == [0]  # no slot is active
+    assert result is not None and result[1][0].fetch()[0].count.tolist() == [0]  # no slot is active
     compiling(one, 6)[0]()
     assert said[2:] == ["decode"]
 

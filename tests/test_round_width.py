@@ -129,7 +129,7 @@ def test_the_other_slots_stay_as_they_are():
     own = np.arange(SLOTS) == 1
     result = engine().programs.decode(state, None, spec, one._buffer(spec), own, [1, 0, 4, 2])
     assert result is not None
-    after, (output, histogram) = jax.device_get(result)
+    after, (output, histogram) = jax.device_get(result[0]), result[1][0].fetch()
     assert output.count.shape == (4,) and histogram.shape[0] == 4
     assert output.count[0] > 0 and not output.count[1:].any()
     assert after.lengths[1] == before.lengths[1] + output.count[0]
