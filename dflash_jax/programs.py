@@ -6,6 +6,7 @@ compiles and compile time is never mistaken for decoding time.
 
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -59,6 +60,10 @@ def shapes_of(states: Any) -> tuple[Any, Any]:
     return tuple((leaf.shape, leaf.dtype) for leaf in leaves), structure
 
 
+def _copied(data: bytes, dtype: np.dtype, shape: tuple[int, ...], place: jax.sharding.Sharding) -> jax.Array:
+    return jax.device_put(np.frombuffer(data, dtype).reshape(shape), place)
+
+
 class _Weights:
     """A model's weights as a plain list, which a call hands over in a tenth of the time that `nnx.State` takes.
 
@@ -101,6 +106,7 @@ class Programs:
         self.compiled: dict[Any, Any] = {}
         self._choices: dict[Any, dispatch.Choices] = {}
         self.ready: set[Any] = set()
+        self._copied = functools.lru_cache(maxsize=256)(_copied)
         self.compile_seconds = 0.0
         self.on_compile: Callable[[str], None] = lambda name: None
         # Of programs that are compiled side by side: guards what to say of all of them, which is said once.
@@ -232,6 +238,19 @@ class Programs:
                     found.setdefault(op, set()).update(names)
         return {op: "+".join(sorted(names)) for op, names in sorted(found.items())}
 
+    def _beside(self, state: DecodeState, values: Any) -> Any:
+        """The same values where the state is, for a call: most of them are those of a call before, so they lie there.
+
+        Each NumPy array of a call is a copy to every device, which takes the host of a GPU longer than the look.
+        Of several processes, which would have to agree on each copy, every one hands over its own.
+        """
+        if jax.process_count() > 1:
+            return values
+        place = state.anchor.sharding
+        return jax.tree.map(
+            lambda x: self._copied(x.tobytes(), x.dtype, x.shape, place) if isinstance(x, np.ndarray) else x, values
+        )
+
     def replicated(self, tree: Any) -> Any:
         """The same arrays on every device."""
         if self._mesh is None:
@@ -287,11 +306,12 @@ class Programs:
         chosen = () if slots is None else (np.asarray(slots, np.int32),)
         marked = marked[chosen] if chosen else marked
         limit = np.asarray(max_rounds or 0, np.int32)
-        arguments = ([w.leaves for w in weights], state, limit, marked, steering, *chosen)
+        small = (limit, marked, steering, *chosen)
+        arguments = ([w.leaves for w in weights], state, *small)
         key = (spec, buffer, loop, len(marked), bool(chosen), steering is not None)
         rows = len(marked) * ((spec.budget if steering is None else spec.buckets[1]) + 1)
         program = self._get(key, "decode", run, arguments, weights, rows)
-        return None if compile_only else program(*arguments)
+        return None if compile_only else program(*arguments[:2], *self._beside(state, small))
 
     def prefill(
         self,
@@ -319,16 +339,14 @@ class Programs:
             return state, pack((output, None))
 
         weights = self._weights(spec)
-        arguments = (
-            [w.leaves for w in weights],
-            state,
-            np.asarray([slot], np.int32),
-            np.asarray(tokens, np.int32)[None],
-            np.asarray([count], np.int32),
-            np.asarray([last]),
-        )
+        chunk, place = np.asarray(tokens, np.int32)[None], np.asarray([slot], np.int32)
+        small = (np.asarray([count], np.int32), np.asarray([last]))
+        arguments = ([w.leaves for w in weights], state, place, chunk, *small)
         program = self._get((spec, len(tokens)), "prefill", run, arguments, weights)
-        return None if compile_only else program(*arguments)
+        if compile_only:
+            return None
+        place, *small = self._beside(state, (place, *small))
+        return program(*arguments[:2], place, chunk, *small)
 
     def admit(
         self,
@@ -340,15 +358,10 @@ class Programs:
         sampling: SamplingState | None = None,
     ) -> DecodeState:
         """See `admit_slot`."""
-        arguments = (
-            state,
-            np.asarray(slot, np.int32),
-            np.asarray(table, np.int32),
-            np.asarray(limit, np.int32),
-            np.asarray(stop_ids, np.int32),
-            jax.tree.map(np.asarray, sampling),
-        )
-        return self._get((), "admit", admit_slot, arguments)(*arguments)[0]
+        small = tuple(np.asarray(x, np.int32) for x in (slot, table, limit, stop_ids))
+        own = jax.tree.map(np.asarray, sampling)
+        program = self._get((), "admit", admit_slot, (state, *small, own))
+        return program(state, *self._beside(state, small), own)[0]
 
     def assign_pages(self, state: DecodeState, slot: int, table: Any) -> DecodeState:
         """See `assign_pages`."""
@@ -364,5 +377,6 @@ class Programs:
 
     def release(self, state: DecodeState, slots: Any) -> DecodeState:
         """See `release_slots`."""
-        arguments = (state, np.asarray(slots, bool))
-        return self._get((), "release", release_slots, arguments)(*arguments)[0]
+        marked = np.asarray(slots, bool)
+        program = self._get((), "release", release_slots, (state, marked))
+        return program(state, self._beside(state, marked))[0]
