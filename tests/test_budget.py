@@ -420,8 +420,9 @@ def bursts(monkeypatch: pytest.MonkeyPatch) -> Bursts:
             self, state, max_rounds, spec, *rest, steering=steering, compile_only=compile_only, **options
         )
         if planned and result is not None:
-            output, histogram = result[1][0].fetch()
-            found.outputs.append(output)
+            results, beliefs = result[1]
+            output, histogram = results.fetch()
+            found.outputs.append(dataclasses.replace(output, beliefs=beliefs))
             found.histograms.append(histogram)
         return result
 
