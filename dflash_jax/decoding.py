@@ -133,7 +133,7 @@ class _Loop:
         return jax.lax.while_loop(lambda c: self.going(c, limit), lambda c: self.stretch(c, plain), carry)
 
     def stretch(self, carry: Carry, plain: RoundSpec) -> Carry:
-        """`PLAIN_ROUNDS` rounds without a draft, or as many as there may be, whose taps go into the draft KV at once."""
+        """`PLAIN_ROUNDS` rounds without a draft, or as many as there may be; their taps go into the draft KV at once."""
         state, output, rounds = carry
         assert self.max_rounds is not None and state.taps is not None
         room = state.taps.shape[1]
@@ -159,7 +159,7 @@ class _Loop:
         choice after it: the host looks once a round, as it does where the budget is fixed.
         """
         assert self.max_rounds is not None
-        limit, budgets, slots = self.max_rounds, self.spec.buckets, carry[0].anchor.shape[0]
+        limit, budgets = self.max_rounds, self.spec.buckets
         seconds, size = jnp.asarray(steering.seconds), steering.beliefs.shape[0]
         forced = jnp.asarray(steering.forced)[None]
         Steered = tuple[Carry, Array, Array]  # with the beliefs after the last choice, and the choice
@@ -191,13 +191,13 @@ class _Loop:
                 body = functools.partial(drafting, spec=spec, index=index)
 
             def run(before: Steered) -> Steered:
-                (state, output, rounds), *rest = jax.lax.while_loop(
+                (state, output, rounds), beliefs, chosen = jax.lax.while_loop(
                     lambda c: self.going(c[0], limit) & (c[2][0] == index), body, before
                 )
                 taken = jnp.sum(state.histogram - before[0][0].histogram, axis=1)
                 assert output.used is not None
                 used = output.used + taken[:, None] * (jnp.arange(len(budgets)) == index)
-                return (state, dataclasses.replace(output, used=used), rounds), *rest
+                return (state, dataclasses.replace(output, used=used), rounds), beliefs, chosen
 
             return run
 

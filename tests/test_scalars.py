@@ -63,7 +63,8 @@ def test_the_step_between_two_rounds_is_what_the_reference_says(run: Callable, i
     told = 1 + 2 * k if index else 1
     for trial in range(6):
         beliefs = known if not trial else np.concatenate([rng.uniform(0, 20, known.size - 3), [1, 9, trial % 2]])
-        values = [beliefs, rng.uniform(0.5, 3, k), [trial % 3 - 1], rng.uniform(1, 4, told) if index is not None else [trial % 2]]
+        news = rng.uniform(1, 4, told) if index is not None else [trial % 2]
+        values = [beliefs, rng.uniform(0.5, 3, k), [trial % 3 - 1], news]
         arrays = [jnp.asarray(x, jnp.float32) for x in values]
         found = call(run, step, *arrays, results=(known.size, known.size, 1))
         lists = step(*([x[i] for i in range(x.size)] for x in arrays))
