@@ -77,6 +77,20 @@ def _empty(target: Target, spec: RoundSpec, slots: int, buffer: int, steering: S
     return output
 
 
+def _loop[Carried](going: Callable[[Carried], Array], body: Callable[[Carried], Carried], carry: Carried) -> Carried:
+    """`jax.lax.while_loop`, with the condition as the last thing of the body.
+
+    On a GPU the host reads the condition before it hands over a body, which is one graph if there is no loop in it: so
+    the host waits for no launch outside of the graph.
+    """
+
+    def step(flagged: tuple[Array, Carried]) -> tuple[Array, Carried]:
+        after = body(flagged[1])
+        return going(after), after
+
+    return jax.lax.while_loop(lambda flagged: flagged[0], step, (going(carry), carry))[1]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Loop:
     """The rounds of one call of `decode`, whose arguments these are."""
@@ -122,7 +136,7 @@ class _Loop:
             evidence = jax.tree.map(jnp.add, carry[1].evidence, output.evidence)
             return state, dataclasses.replace(output, evidence=evidence), rounds
 
-        return jax.lax.while_loop(lambda carry: self.going(carry, limit), body, carry)
+        return _loop(lambda carry: self.going(carry, limit), body, carry)
 
     def without_drafts(self, carry: Carry) -> Carry:
         """Rounds of budget 0 that keep the drafter's context complete; as many as `max_rounds` says."""
@@ -130,10 +144,10 @@ class _Loop:
         if self.max_rounds is None:
             return self.one((self._write_taps(carry[0]), *carry[1:]), plain)
         limit = self.max_rounds
-        return jax.lax.while_loop(lambda c: self.going(c, limit), lambda c: self.stretch(c, plain), carry)
+        return _loop(lambda c: self.going(c, limit), lambda c: self.stretch(c, plain), carry)
 
     def stretch(self, carry: Carry, plain: RoundSpec) -> Carry:
-        """`PLAIN_ROUNDS` rounds without a draft, or as many as there may be; their taps go into the draft KV at once."""
+        """`PLAIN_ROUNDS` rounds without a draft, or as many as may be; their taps go into the draft KV at once."""
         state, output, rounds = carry
         assert self.max_rounds is not None and state.taps is not None
         room = state.taps.shape[1]
@@ -173,37 +187,35 @@ class _Loop:
             )  # fmt: skip
             return (state, dataclasses.replace(output, beliefs=learned, evidence=None), rounds), decided, chosen
 
+        def used(carry: Carry, rounds: Array, index: int) -> Carry:
+            state, output, number = carry
+            assert output.used is not None
+            more = rounds[:, None].astype(jnp.int32) * (jnp.arange(len(budgets)) == index)
+            return state, dataclasses.replace(output, used=output.used + more), number
+
         def plain(steered: Steered, spec: RoundSpec) -> Steered:
             carry, beliefs, _ = steered
             after = self.stretch(carry, spec)
+            after = used(after, jnp.sum(after[0].histogram - carry[0].histogram, axis=1), 0)
             return learn(after, beliefs, (after[2] - carry[2]).astype(jnp.float32)[None], 0)
 
         def drafting(steered: Steered, spec: RoundSpec, index: int) -> Steered:
             carry, beliefs, _ = steered
             after = self.one(carry, spec)
             assert after[1].evidence is not None
-            return learn(after, beliefs, jnp.sum(after[1].evidence.numbers, axis=0), index)
+            told = jnp.asarray(after[1].evidence.numbers)
+            return learn(used(after, told[:, 0], index), beliefs, jnp.sum(told, axis=0), index)
 
         def staying(index: int, spec: RoundSpec) -> Callable[[Steered], Steered]:
             """Rounds of a bucket as long as it is the choice."""
             body = functools.partial(plain, spec=spec)
             if spec.budget:
                 body = functools.partial(drafting, spec=spec, index=index)
-
-            def run(before: Steered) -> Steered:
-                (state, output, rounds), beliefs, chosen = jax.lax.while_loop(
-                    lambda c: self.going(c[0], limit) & (c[2][0] == index), body, before
-                )
-                taken = jnp.sum(state.histogram - before[0][0].histogram, axis=1)
-                assert output.used is not None
-                used = output.used + taken[:, None] * (jnp.arange(len(budgets)) == index)
-                return (state, dataclasses.replace(output, used=used), rounds), beliefs, chosen
-
-            return run
+            return lambda before: _loop(lambda c: self.going(c[0], limit) & (c[2][0] == index), body, before)
 
         branches = [staying(index, spec) for index, spec in enumerate(rounds_of(self.spec))]
         start = learn(carry, jnp.asarray(steering.beliefs), jnp.asarray(steering.keep)[None], None)
-        return jax.lax.while_loop(
+        return _loop(
             lambda c: self.going(c[0], limit), lambda c: jax.lax.switch(c[2][0].astype(jnp.int32), branches, c), start
         )[0]
 

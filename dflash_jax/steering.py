@@ -34,7 +34,7 @@ TRUST = 4.0
 # So many rounds with drafts must be seen, of any text, before drafts can be given up: a text's first ones say little.
 GRACE = 8
 # A tree of the next bucket, never tried, is hoped to emit so many times the tokens.
-HOPE = 1.2
+HOPE = 1.1
 # Drafting must promise so many times the autoregressive rate: being wrong costs more on that side.
 MARGIN = 1.02
 # And another bucket so many times the rate of the one in use: to leave it costs a part of a small model's round.
@@ -43,7 +43,7 @@ STAY = 1.05
 # rounds that lie between two trials.
 EXPLORATION, SAVED, APART = 0.005, 2, 8
 # Rounds without a draft between two decisions: they have little to tell. With drafts there is a decision after each.
-PLAIN_ROUNDS = 48
+PLAIN_ROUNDS = 32
 
 Scalar = Any  # a Python float or bool, or a JAX array without axes
 
