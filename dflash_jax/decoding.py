@@ -176,7 +176,8 @@ class _Loop:
         limit, budgets = self.max_rounds, self.spec.buckets
         seconds, size = jnp.asarray(steering.seconds), steering.beliefs.shape[0]
         forced = jnp.asarray(steering.forced)[None]
-        Steered = tuple[Carry, Array, Array]  # with the beliefs after the last choice, and the choice
+        # With the beliefs after the last choice, the choice, and whether rounds go on.
+        Steered = tuple[Carry, Array, Array, Array]
 
         def learn(carry: Carry, beliefs: Array, told: Array, index: int | None) -> Steered:
             """What `told` says of the rounds before, and a choice for the next ones."""
@@ -185,7 +186,8 @@ class _Loop:
                 functools.partial(steer.step, index=index, budgets=budgets), beliefs, seconds, forced, told,
                 results=(size, size, 1), implementation=self.spec.implementation,
             )  # fmt: skip
-            return (state, dataclasses.replace(output, beliefs=learned, evidence=None), rounds), decided, chosen
+            carry = state, dataclasses.replace(output, beliefs=learned, evidence=None), rounds
+            return carry, decided, chosen, self.going(carry, limit)
 
         def used(carry: Carry, rounds: Array, index: int) -> Carry:
             state, output, number = carry
@@ -194,13 +196,13 @@ class _Loop:
             return state, dataclasses.replace(output, used=output.used + more), number
 
         def plain(steered: Steered, spec: RoundSpec) -> Steered:
-            carry, beliefs, _ = steered
+            carry, beliefs, *_ = steered
             after = self.stretch(carry, spec)
             after = used(after, jnp.sum(after[0].histogram - carry[0].histogram, axis=1), 0)
             return learn(after, beliefs, (after[2] - carry[2]).astype(jnp.float32)[None], 0)
 
         def drafting(steered: Steered, spec: RoundSpec, index: int) -> Steered:
-            carry, beliefs, _ = steered
+            carry, beliefs, *_ = steered
             after = self.one(carry, spec)
             assert after[1].evidence is not None
             told = jnp.asarray(after[1].evidence.numbers)
@@ -211,12 +213,12 @@ class _Loop:
             body = functools.partial(plain, spec=spec)
             if spec.budget:
                 body = functools.partial(drafting, spec=spec, index=index)
-            return lambda before: _loop(lambda c: self.going(c[0], limit) & (c[2][0] == index), body, before)
+            return lambda before: _loop(lambda c: c[3] & (c[2][0] == index), body, before)
 
         branches = [staying(index, spec) for index, spec in enumerate(rounds_of(self.spec))]
         start = learn(carry, jnp.asarray(steering.beliefs), jnp.asarray(steering.keep)[None], None)
-        return _loop(
-            lambda c: self.going(c[0], limit), lambda c: jax.lax.switch(c[2][0].astype(jnp.int32), branches, c), start
+        return jax.lax.while_loop(
+            lambda c: c[3], lambda c: jax.lax.switch(c[2][0].astype(jnp.int32), branches, c), start
         )[0]
 
 

@@ -9,7 +9,7 @@ emitted in its place (`settle.Evidence`). Realised tokens of the last rounds are
 probabilities predict for those rounds, scaled by how far such predictions have come true: the prediction reacts to a
 change of text within a round or two, and the scale, kept over requests, corrects a drafter that is too sure of itself.
 The mean over earlier texts counts as a few rounds more, so that the weak start of a text does not end its drafts.
-A bucket larger than those that ran lately is taken to gain on the next smaller one what it has gained before.
+Each larger bucket gains on the next smaller one what it mostly has, in this text and others.
 
 **Exploration.** Rounds without a draft say nothing about drafts, and small trees nothing about large ones. Both are
 tried now and then, for as much time as a fixed share of the decoding time pays: it is what trying can cost at most.
@@ -34,7 +34,10 @@ TRUST = 4.0
 # So many rounds with drafts must be seen, of any text, before drafts can be given up: a text's first ones say little.
 GRACE = 8
 # A tree of the next bucket, never tried, is hoped to emit so many times the tokens.
-HOPE = 1.1
+HOPE = 1.2
+# Tokens that what larger buckets gain in all texts counts as, against the text at hand: a few of its rounds, in which
+# the larger tree happened to catch much, must not keep it.
+GAIN_TRUST = 30.0
 # Drafting must promise so many times the autoregressive rate: being wrong costs more on that side.
 MARGIN = 1.02
 # And another bucket so many times the rate of the one in use: to leave it costs a part of a small model's round.
@@ -165,25 +168,19 @@ class Steering:
 def expected_tokens(b: Beliefs, budgets: Sequence[int], a: Arithmetic) -> list[Scalar]:
     """Tokens that a round of each bucket should emit for the text at hand (mean over slots)."""
     short, long = b.short, b.long
-    tokens: list[Scalar] = [1.0]
-    for k in range(1, len(budgets)):
-        rounds = a.maximum(short.rounds[k], 1e-9)
-        calibration = (long.reached[k] + TRUST) / (long.predicted[k] + TRUST)
-        predicted = calibration * short.predicted[k] / rounds
-        usual = USUAL_WEIGHT * long.reached[k] / a.maximum(long.rounds[k], 1e-9)
-        seen = PREDICTION_WEIGHT * predicted + short.reached[k] + usual
-        shown = 1.0 + seen / (PREDICTION_WEIGHT + rounds + USUAL_WEIGHT)
-        some = short.rounds[k] > 1e-6
-        if k == 1:
-            hoped = 1.0 + budgets[1] / 2
-            before = a.where(long.rounds[1] > 1e-6, 1.0 + long.reached[1] / a.maximum(long.rounds[1], 1e-9), hoped)
-            value = a.where(some, shown, before)
-            value = a.where(long.rounds[1] < GRACE, a.maximum(value, hoped), value)
-        else:
-            before = (long.more[k] + TRUST * HOPE) / (long.base[k] + TRUST)
-            ratio = (short.more[k] + TRUST * before) / (short.base[k] + TRUST)
-            value = a.where(some & (b.stale[k] < 0.5), shown, tokens[k - 1] * ratio)
-        tokens.append(a.maximum(value, tokens[k - 1]))  # nested trees: never fewer
+    rounds, usual = a.maximum(short.rounds[1], 1e-9), long.reached[1] / a.maximum(long.rounds[1], 1e-9)
+    calibration = (long.reached[1] + TRUST) / (long.predicted[1] + TRUST)
+    predicted = calibration * short.predicted[1] / rounds
+    seen = PREDICTION_WEIGHT * predicted + short.reached[1] + USUAL_WEIGHT * usual
+    shown = 1.0 + seen / (PREDICTION_WEIGHT + rounds + USUAL_WEIGHT)
+    hoped = 1.0 + budgets[1] / 2
+    before = a.where(long.rounds[1] > 1e-6, 1.0 + usual, hoped)
+    first = a.where(short.rounds[1] > 1e-6, shown, before)
+    tokens: list[Scalar] = [1.0, a.maximum(a.where(long.rounds[1] < GRACE, a.maximum(first, hoped), first), 1.0)]
+    for k in range(2, len(budgets)):
+        gain = (long.more[k] + TRUST * HOPE) / (long.base[k] + TRUST)
+        gain = (short.more[k] + GAIN_TRUST * gain) / (short.base[k] + GAIN_TRUST)
+        tokens.append(tokens[-1] * a.maximum(gain, 1.0))  # nested trees: never fewer
     return tokens
 
 
