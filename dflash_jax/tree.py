@@ -71,11 +71,11 @@ class Tree:
         depths: distance from node 0.
         ancestors: ``[b, i, j]`` is True where row j is row i or an ancestor of it.
         valid: False for padding rows.
-        max_depth: static upper bound of the depths (``L``).
         order: when the policy took a row: node 0 is 0, the best prefix 1. The tree of a smaller budget b, if the
             policy takes its spine first in both, is the rows of order <= b. Budget + 1 for padding rows.
         log_probs: score of the row's prefix in nats (0 for node 0), under the policies here its log-probability;
             None where a chain was not built from scores.
+        max_depth: static upper bound of the depths (``L``).
     """
 
     tokens: Int[Array, "B N"]
@@ -83,9 +83,9 @@ class Tree:
     depths: Int[Array, "B N"]
     ancestors: Bool[Array, "B N N"]
     valid: Bool[Array, "B N"]
-    max_depth: int
     order: Int[Array, "B N"] | None = None
     log_probs: Float[Array, "B N"] | None = None
+    max_depth: int = dataclasses.field(kw_only=True)
 
 
 @jax.tree_util.register_dataclass
@@ -190,17 +190,15 @@ def grow_tree(
     scores = policy.edge_scores(values)
     if scores is not values:  # the search relies on descending ranks, which the candidates have by themselves
         scores = lax.cummin(scores, axis=2)
+    if tree_search.search_serves(scores.shape, budget, implementation) and spine < budget:
+        return Tree(*tree_search.search(anchor, scores, tokens, budget=budget, spine=spine), max_depth=length)
     edges = _costs(scores)
     if spine == budget:  # nothing to search: the tree is the chain, up to where it becomes impossible
         total = lax.associative_scan(_join, edges[:, :, 0], axis=1)
         tree = chain_tree(anchor, tokens[:, :, 0], total < _IMPOSSIBLE)
         return dataclasses.replace(tree, max_depth=length, log_probs=_nats(total))
-    if tree_search.search_serves(edges.shape, budget, implementation):
-        *fields, taken = tree_search.search(anchor, edges, tokens, budget=budget, spine=spine)
-    else:
-        *fields, taken = _assemble(anchor, tokens, *_take_best(edges, spine, budget))
-    row_tokens, parents, depths, ancestors, valid, order = fields
-    return Tree(row_tokens, parents, depths, ancestors, valid, length, order, _nats(taken))
+    tree = _assemble(anchor, tokens, *_take_best(edges, spine, budget))
+    return dataclasses.replace(tree, max_depth=length)
 
 
 def is_plain_chain(length: int, budget: int, policy: TreePolicy) -> bool:
@@ -388,12 +386,8 @@ def _assemble(
     rank: Int[Array, "B N"],
     depth: Int[Array, "B N"],
     cost: Int[Array, "B N"],
-) -> tuple[Array, ...]:
-    """Turns nodes into rows, sorted by depth and then as they were taken.
-
-    Returns:
-        Tokens, parents, depths, ancestors, valid and order of a :class:`Tree`, and the costs of the rows after node 0.
-    """
+) -> Tree:
+    """Turns nodes into rows, sorted by depth and then as they were taken."""
     (batch, size), (_, length, k) = depth.shape, candidates.shape
     node, there = jnp.arange(size, dtype=jnp.int32), depth >= 0
     key = jnp.where(there, depth, length + 1) * size + node
@@ -413,4 +407,4 @@ def _assemble(
     start = (jnp.zeros((batch, size, size), bool), jnp.broadcast_to(node, key.shape))
     ancestors, _ = lax.fori_loop(0, length + 1, climb, start)
     depths, order = jnp.where(valid, depths, 0), jnp.where(valid, order, size)
-    return tokens, parents, depths, ancestors, valid, order, cost[:, 1:]
+    return Tree(tokens, parents, depths, ancestors, valid, order, _nats(cost[:, 1:]), max_depth=length)

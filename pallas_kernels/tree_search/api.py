@@ -39,10 +39,10 @@ def top_candidates_serve(
 
 
 def search_serves(shape: tuple[int, ...], budget: int, implementation: Implementation = "auto") -> bool:
-    """Whether `search` builds trees of this budget from costs of this shape, [B, L, K].
+    """Whether `search` builds trees of this budget from scores of edges of this shape, [B, L, K].
 
-    From the costs of edges it gives the fields of a `dflash_jax.tree.Tree` (tokens, parents, depths, ancestors, valid,
-    order) and the cost of each node's prefix, all as the reference does.
+    It gives the fields of a `dflash_jax.tree.Tree` (tokens, parents, depths, ancestors, valid, order, log_probs), all
+    as the reference does.
 
     Raises:
       UnsupportedError: "pallas" was asked for and cannot serve this call.

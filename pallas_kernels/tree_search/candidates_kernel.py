@@ -2,7 +2,8 @@
 
 The first reads the logits once and leaves, for every chunk of 128 tokens, the largest and the sum of exponentials. In
 the second a program a row finds the k chunks with the largest maxima, which hold all of the k best tokens, and sorts
-those out: no sort, but a search for the k-th largest, bit by bit, and a count of who is larger among the k.
+those out: no sort, but a search for the k-th largest, bit by bit, and a count of who is larger among the k. Where there
+are no more chunks than that the second one does it all.
 
 Order of numbers: fp32 compares as its bits do, as integers, once those of negative numbers are turned around; a
 positive NaN is then the largest, as for `lax.top_k`.
@@ -58,8 +59,8 @@ def largest(keys: Int[Array, " n"], live, k: int):
 
 def _pick_kernel(
     x_ref,  # [R, V]
-    top_ref,  # [R, C]
-    sum_ref,  # [R, C]
+    top_ref,  # [R, C], or None where all chunks are looked into
+    sum_ref,  # [R, C], or None
     values_ref,  # [R, k]
     tokens_ref,  # [R, k]
     lse_ref,  # [R]
@@ -69,18 +70,18 @@ def _pick_kernel(
     *,
     barrier,
 ):
-    chunks, k, kept = top_ref.shape[1], values_ref.shape[1], chunk_ref.shape[1]
+    k, kept = values_ref.shape[1], chunk_ref.shape[1]
     row = pl.program_id(0)
-    index = jnp.arange(pl.next_power_of_2(chunks))
-    live = index < chunks
-    inside = jnp.minimum(index, chunks - 1)
-    top = plgpu.load(top_ref.at[row, inside], mask=live, other=-jnp.inf)
-    peak = jnp.max(top)
-    base = jnp.where(peak > -jnp.inf, peak, 0.0)
-    sums = plgpu.load(sum_ref.at[row, inside], mask=live, other=0.0)
-    lse_ref[row] = base + jnp.log(jnp.sum(sums * jnp.exp(top - base)))
-
-    if kept < chunks:
+    if top_ref is not None:
+        chunks = top_ref.shape[1]
+        index = jnp.arange(pl.next_power_of_2(chunks))
+        live = index < chunks
+        inside = jnp.minimum(index, chunks - 1)
+        top = plgpu.load(top_ref.at[row, inside], mask=live, other=-jnp.inf)
+        peak = jnp.max(top)
+        base = jnp.where(peak > -jnp.inf, peak, 0.0)
+        sums = plgpu.load(sum_ref.at[row, inside], mask=live, other=0.0)
+        lse_ref[row] = base + jnp.log(jnp.sum(sums * jnp.exp(top - base)))
         chosen = largest(jnp.where(live, ordered(top), _SMALLEST), live, kept)
         place = jnp.cumsum(chosen.astype(jnp.int32)) - 1
         # Elsewhere where masked: two places of one store must not be the same.
@@ -88,11 +89,17 @@ def _pick_kernel(
         barrier()
     index = jnp.arange(pl.next_power_of_2(kept * CHUNK))
     live = index < kept * CHUNK
-    chunk = jnp.minimum(lax.div(index, CHUNK), kept - 1)
-    if kept < chunks:
-        chunk = plgpu.load(chunk_ref.at[row, chunk])
-    token = chunk * CHUNK + lax.rem(index, CHUNK)
-    keys = jnp.where(live, ordered(plgpu.load(x_ref.at[row, token])), _SMALLEST)
+    token = jnp.minimum(index, kept * CHUNK - 1)
+    if top_ref is not None:
+        chunk = plgpu.load(chunk_ref.at[row, lax.div(token, CHUNK)])
+        token = chunk * CHUNK + lax.rem(token, CHUNK)
+    x = plgpu.load(x_ref.at[row, token])
+    if top_ref is None:
+        x = jnp.where(live, x, -jnp.inf)
+        peak = jnp.max(x)
+        base = jnp.where(peak > -jnp.inf, peak, 0.0)
+        lse_ref[row] = base + jnp.log(jnp.sum(jnp.exp(x - base)))
+    keys = jnp.where(live, ordered(x), _SMALLEST)
     chosen = live & largest(keys, live, k)
     place = jnp.where(chosen, jnp.cumsum(chosen.astype(jnp.int32)) - 1, k + index)
     plgpu.store(key_ref.at[row, place], keys, mask=chosen)
@@ -102,12 +109,9 @@ def _pick_kernel(
     index = jnp.arange(pl.next_power_of_2(k))
     live = index < k
     own = plgpu.load(key_ref.at[row, jnp.minimum(index, k - 1)])
-
-    def count(other, rank):
-        key = key_ref[row, other]
-        return rank + ((key > own) | ((key == own) & (other < index))).astype(jnp.int32)
-
-    rank = jnp.where(live, lax.fori_loop(0, k, count, jnp.zeros_like(index)), k + index)
+    before = (own[None, :] > own[:, None]) | ((own[None, :] == own[:, None]) & (index[None, :] < index[:, None]))
+    rank = jnp.sum((before & live[None, :]).astype(jnp.int32), axis=1)
+    rank = jnp.where(live, rank, k + index)
     value = lax.bitcast_convert_type(jnp.where(own < 0, own ^ jnp.int32(2**31 - 1), own), jnp.float32)
     plgpu.store(values_ref.at[row, rank], value, mask=live)
     plgpu.store(tokens_ref.at[row, rank], plgpu.load(token_ref.at[row, jnp.minimum(index, k - 1)]), mask=live)
@@ -123,14 +127,16 @@ def top_candidates(
     rows, chunks = x.shape[0], vocab // CHUNK
     kept = min(chunks, k)
     per_chunk = jax.ShapeDtypeStruct((rows, chunks), jnp.float32)
-    tops, sums = pl.pallas_call(
-        _chunk_kernel,
-        grid=(rows, pl.cdiv(chunks, _CHUNKS_A_PROGRAM)),
-        out_shape=(per_chunk, per_chunk),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="draft_chunks",
-    )(x)
+    tops = sums = None
+    if kept < chunks:
+        tops, sums = pl.pallas_call(
+            _chunk_kernel,
+            grid=(rows, pl.cdiv(chunks, _CHUNKS_A_PROGRAM)),
+            out_shape=(per_chunk, per_chunk),
+            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+            interpret=interpret,
+            name="draft_chunks",
+        )(x)
 
     def numbers(dtype, *size):
         return jax.ShapeDtypeStruct((rows, *size), dtype)

@@ -1,4 +1,4 @@
-"""Pallas Triton kernel of the search for the best prefixes: all of `dflash_jax.tree.grow_tree` after its costs.
+"""Pallas Triton kernel of the search for the best prefixes: all of `dflash_jax.tree.grow_tree` after its scores.
 
 A program, of one warp, a slot. Every taken node has one candidate, its best child that is not taken yet; each step
 takes the cheapest of them. That is as many steps as there are nodes beside the spine, but a step is two reductions over
@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import compiled_once
 
-IMPOSSIBLE = (1 << 30) - 1  # as in `dflash_jax.tree`
+# As in `dflash_jax.tree`.
+UNITS_PER_NAT = 1 << 20
+IMPOSSIBLE = (1 << 30) - 1
 
 # A candidate in one number, in the order that breaks ties: depth of its parent, the parent, and its rank.
 _BITS = 10
@@ -26,8 +28,17 @@ MAX_BUDGET = MAX_CANDIDATES = (1 << _BITS) - 1
 _AT_ONCE = 2048
 
 
+def cost_of(score):
+    """Nats as a cost, see `dflash_jax.tree._costs`. It rounds to even, as sums of fp32 do that lose their fraction."""
+    possible = score > -IMPOSSIBLE / UNITS_PER_NAT
+    units = -jnp.minimum(jnp.where(possible, score, 0.0), 0.0) * UNITS_PER_NAT
+    whole = float(1 << 23)
+    units = jnp.where(units < whole, (units + whole) - whole, units)
+    return jnp.where(possible, units.astype(jnp.int32), IMPOSSIBLE)
+
+
 def _kernel(
-    costs_ref,  # [B, L, K]
+    scores_ref,  # [B, L, K]
     candidates_ref,  # [B, L, K]
     anchor_ref,  # [B]
     tokens_ref,  # [B, N]
@@ -36,14 +47,14 @@ def _kernel(
     ancestors_ref,  # [B, N, N]
     valid_ref,  # [B, N]
     order_ref,  # [B, N]
-    taken_ref,  # [B, N - 1]
+    log_probs_ref,  # [B, N]
     depth_ref,  # [B, N]: by node, as the next one
     row_ref,  # [B, N]
     *,
     spine: int,
     barrier,
 ):
-    length, k = costs_ref.shape[1:]
+    length, k = scores_ref.shape[1:]
     size = tokens_ref.shape[1]
     slot = pl.program_id(0)
     node = jnp.arange(pl.next_power_of_2(size))
@@ -51,19 +62,19 @@ def _kernel(
 
     def edge(level, rank):
         inside = (level < length) & (rank < k)
-        cost = costs_ref[slot, jnp.minimum(level, length - 1), jnp.minimum(rank, k - 1)]
-        return jnp.where(inside, cost, IMPOSSIBLE)
+        score = scores_ref[slot, jnp.minimum(level, length - 1), jnp.minimum(rank, k - 1)]
+        return jnp.where(inside, cost_of(score), IMPOSSIBLE)
 
     # The spine's nodes as far as they are possible; the candidate of each is its second child, of the last its first.
     total = held = jnp.int32(0)
     base = jnp.where(node == 0, 0, IMPOSSIBLE)
     for level in range(spine):
-        total = jnp.minimum(total + costs_ref[slot, level, 0], IMPOSSIBLE)
+        total = jnp.minimum(total + edge(level, 0), IMPOSSIBLE)
         held += (total < IMPOSSIBLE).astype(jnp.int32)
         base = jnp.where(node == level + 1, total, base)
     on_spine = node <= held
-    second = plgpu.load(costs_ref.at[slot, jnp.minimum(node, length - 1), min(1, k - 1)])
-    candidate = jnp.where((node < held) & (k > 1), second, IMPOSSIBLE)
+    second = plgpu.load(scores_ref.at[slot, jnp.minimum(node, length - 1), min(1, k - 1)])
+    candidate = jnp.where((node < held) & (k > 1), cost_of(second), IMPOSSIBLE)
     candidate = jnp.where(node == held, edge(held, 0), candidate)
     cost = jnp.minimum(base + candidate, IMPOSSIBLE)
     depth = jnp.where(on_spine, node, 0)
@@ -122,7 +133,8 @@ def _kernel(
     plgpu.store(depths_ref.at[slot, row], jnp.where(taken, depth, 0), mask=real)
     plgpu.store(valid_ref.at[slot, row], taken, mask=real)
     plgpu.store(order_ref.at[slot, row], jnp.where(taken, node, size), mask=real)
-    plgpu.store(taken_ref.at[slot, row - 1], jnp.where(taken, base, IMPOSSIBLE), mask=real & (node > 0))
+    total = jnp.where(taken, base, IMPOSSIBLE).astype(jnp.float32)
+    plgpu.store(log_probs_ref.at[slot, row], -total / UNITS_PER_NAT, mask=real)
     barrier()
     above = plgpu.load(row_ref.at[slot, jnp.maximum(parent, 0)])
     above = jnp.where(taken & (node > 0), above, -1)
@@ -149,7 +161,7 @@ def _kernel(
 @compiled_once("budget", "spine", "interpret")
 def search(
     anchor: Int[Array, "B"],
-    costs: Int[Array, "B L K"],
+    scores: Float[Array, "B L K"],
     candidates: Int[Array, "B L K"],
     *,
     budget: int,
@@ -157,10 +169,10 @@ def search(
     interpret: bool = False,
 ) -> tuple[
     Int[Array, "B N"], Int[Array, "B N"], Int[Array, "B N"], Bool[Array, "B N N"], Bool[Array, "B N"],
-    Int[Array, "B N"], Int[Array, "B W"],
+    Int[Array, "B N"], Float[Array, "B N"],
 ]:  # fmt: skip
     """See `pallas_kernels.tree_search.api.search`, which checks what this kernel takes."""
-    batch, rows = costs.shape[0], budget + 1
+    batch, rows = scores.shape[0], budget + 1
 
     def numbers(*size, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((batch, *size), dtype)
@@ -170,10 +182,11 @@ def search(
         grid=(batch,),
         out_shape=(
             numbers(rows), numbers(rows), numbers(rows), numbers(rows, rows, dtype=jnp.bool_),
-            numbers(rows, dtype=jnp.bool_), numbers(rows), numbers(budget), numbers(rows), numbers(rows),
+            numbers(rows, dtype=jnp.bool_), numbers(rows), numbers(rows, dtype=jnp.float32), numbers(rows),
+            numbers(rows),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="tree_search",
-    )(costs, candidates, anchor.astype(jnp.int32))  # fmt: skip
+    )(scores.astype(jnp.float32), candidates, anchor.astype(jnp.int32))  # fmt: skip
     return results[:7]
