@@ -9,6 +9,7 @@ each method, which is not timed.
 
 import argparse
 import dataclasses
+import gc
 import json
 import statistics
 import sys
@@ -77,10 +78,16 @@ def measure(
         variant.run(engine, groups[0], max_new_tokens=2)
         variant.run(engine, groups[0])
     results: dict[str, list[list[Completion]]] = {name: [[] for _ in range(repeats)] for name in variants}
-    for repeat in range(repeats):
-        for group in groups:
-            for name, variant in variants.items():
-                results[name][repeat] += variant.run(engine, group)
+    # A look of Python's garbage collector at all objects takes as long as several short texts.
+    gc.collect()
+    gc.disable()
+    try:
+        for repeat in range(repeats):
+            for group in groups:
+                for name, variant in variants.items():
+                    results[name][repeat] += variant.run(engine, group)
+    finally:
+        gc.enable()
     return results
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -112,6 +113,10 @@ async def _serve(args: argparse.Namespace) -> None:
     await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
         starting.result()  # raises what went wrong
+        # What is there now stays: a look of Python's garbage collector at all of it would hold every text up for as
+        # long as a dozen rounds of a small model.
+        gc.collect()
+        gc.freeze()
         if server.http is not None:
             print(f"OpenAI's protocol on {args.host}:{server.http.port}", flush=True)
         print(f"serving {engine.names[0]} on {args.host}:{server.port}", flush=True)
