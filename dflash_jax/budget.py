@@ -92,7 +92,9 @@ class BudgetController:
     # ---------------------------------------------------------------- bursts that choose on the device
 
     def steering(self) -> Steering:
-        """What the next burst is handed."""
+        """What the next burst is handed, which takes the beliefs and must give new ones to `steered`."""
+        if isinstance(self._numbers, jax.Array) and self._numbers.is_deleted():
+            self._numbers = steer.first_beliefs(len(self.curve.buckets))  # a burst has failed
         keep, self._keep = self._keep, 1.0
         return steering_of(self._numbers, self.curve, keep)
 

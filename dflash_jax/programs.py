@@ -293,25 +293,37 @@ class Programs:
         loop, whole = max_rounds is not None, state.anchor.shape[0]
 
         def run(
-            weights: Any, state: DecodeState, max_rounds: Array, own: Array, steering: Steering | None, *slots: Array
+            weights: Any, state: DecodeState, max_rounds: Array, own: Array, steered_by: Any, *slots: Array
         ) -> Any:
             models = self._models(weights, spec)
+            steering = None if state.beliefs is None else Steering(state.beliefs, *steered_by)
+            state = dataclasses.replace(state, beliefs=None)
             part = take_slots(state, *slots) if slots else state
             part, output = decode(*models, part, max_rounds if loop else None, spec, buffer, own, steering)
             results = pack((dataclasses.replace(output, beliefs=None), part.histogram))
-            return put_slots(state, part, *slots) if slots else part, (results, output.beliefs)
+            state = put_slots(state, part, *slots) if slots else part
+            return dataclasses.replace(state, beliefs=output.beliefs), results
 
         weights = self._weights(spec)
         marked = np.ones((whole,), bool) if own is None else np.asarray(own, bool)
         chosen = () if slots is None else (np.asarray(slots, np.int32),)
         marked = marked[chosen] if chosen else marked
         limit = np.asarray(max_rounds or 0, np.int32)
-        small = (limit, marked, steering, *chosen)
+        steered_by = None
+        if steering is not None:
+            # Donated as the state is: of arrays that outlive a burst the next one's would find theirs in other places,
+            # and a GPU's graphs would have to be told.
+            state = dataclasses.replace(state, beliefs=steering.beliefs)
+            steered_by = (steering.seconds, steering.keep, steering.forced)
+        small = (limit, marked, steered_by, *chosen)
         arguments = ([w.leaves for w in weights], state, *small)
         key = (spec, buffer, loop, len(marked), bool(chosen), steering is not None)
         rows = len(marked) * ((spec.budget if steering is None else spec.buckets[1]) + 1)
         program = self._get(key, "decode", run, arguments, weights, rows)
-        return None if compile_only else program(*arguments[:2], *self._beside(state, small))
+        if compile_only:
+            return None
+        state, results = program(*arguments[:2], *self._beside(state, small))
+        return dataclasses.replace(state, beliefs=None), (results, state.beliefs)
 
     def prefill(
         self,

@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -109,6 +110,7 @@ class DecodeState:
       histogram: rounds of the slot by tokens emitted.
       next_tokens: with the MTP head, the token after each tap; else None.
       sampling: how the slots sample; None where all of them are greedy.
+      beliefs: those of `steering.Steering`, while rounds that are steered run; else None.
     """
 
     cache: Cache
@@ -123,6 +125,7 @@ class DecodeState:
     histogram: Int[Array, "B H"]
     next_tokens: Int[Array, "B D"] | None = None
     sampling: SamplingState | None = None
+    beliefs: Float[Array | np.ndarray, " M"] | None = None
 
 
 def init_state(

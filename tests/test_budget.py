@@ -422,7 +422,8 @@ def bursts(monkeypatch: pytest.MonkeyPatch) -> Bursts:
         if planned and result is not None:
             results, beliefs = result[1]
             output, histogram = results.fetch()
-            found.outputs.append(dataclasses.replace(output, beliefs=beliefs))
+            # A copy: the next burst takes them.
+            found.outputs.append(dataclasses.replace(output, beliefs=np.array(beliefs)))
             found.histograms.append(histogram)
         return result
 
@@ -564,6 +565,19 @@ def test_rounds_without_drafts_age_what_is_known_of_the_text_by_their_number(bur
         assert new == pytest.approx([x * steering.SHORT_MEMORY**10 for x in old], rel=1e-5)
     assert before.short.rounds[3] == pytest.approx(1 + steering.SHORT_MEMORY) and after.long == before.long
     assert bursts.outputs[1].used is not None and bursts.outputs[1].used.max() == 10
+
+
+def test_a_burst_that_failed_and_took_the_beliefs_with_it_is_got_over():
+    """They begin anew; that they were handed over must not fail every later burst too."""
+    engine().generate(prompts()[:1], AUTO)
+    likely(engine())
+    engine().generate(prompts()[:1], AUTO)
+    for controller in engine().controllers.values():
+        numbers = controller.steering().beliefs
+        if isinstance(numbers, jax.Array):
+            numbers.delete()
+    (r,) = engine().generate(prompts()[:1], AUTO)
+    assert r.token_ids == expected()[0]
 
 
 def test_a_burst_without_rounds_hands_back_what_it_was_handed(bursts: Bursts):
