@@ -370,10 +370,11 @@ class Programs:
         sampling: SamplingState | None = None,
     ) -> DecodeState:
         """See `admit_slot`."""
-        small = tuple(np.asarray(x, np.int32) for x in (slot, table, limit, stop_ids))
+        place, pages, left, ends = (np.asarray(x, np.int32) for x in (slot, table, limit, stop_ids))
         own = jax.tree.map(np.asarray, sampling)
-        program = self._get((), "admit", admit_slot, (state, *small, own))
-        return program(state, *self._beside(state, small), own)[0]
+        program = self._get((), "admit", admit_slot, (state, place, pages, left, ends, own))
+        place, left, ends = self._beside(state, (place, left, ends))
+        return program(state, place, pages, left, ends, own)[0]
 
     def assign_pages(self, state: DecodeState, slot: int, table: Any) -> DecodeState:
         """See `assign_pages`."""

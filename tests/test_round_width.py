@@ -178,9 +178,9 @@ def test_a_budget_is_chosen_by_the_time_of_rounds_of_this_width():
     """The chain pays alone, where a round costs its weights, and not among many, where it costs its rows."""
     few, many = (LatencyCurve((0, 7, 15), seconds) for seconds in ((1.0, 1.1, 2.0), (1.0, 6.0, 12.0)))
     controller = BudgetController({1: few, 16: many})
-    three = np.asarray([[1, 3, 3]], np.float32)
+    three = Evidence(np.asarray([[1, 1, 3, 3, 1, 3, 3]], np.float32))
     for _ in range(10):  # texts of which drafts bring three tokens a round, and larger trees no more
-        controller.observe(2, Evidence(np.asarray([1]), three, three))  # type: ignore[arg-type]
+        controller.observe(2, three)
     chosen = {}
     for width in (1, 16, 1):
         controller.use(width)

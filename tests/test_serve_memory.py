@@ -65,6 +65,7 @@ class Census:
 
     @classmethod
     async def now(cls) -> "Census":
+        engine().programs._copied.cache_clear()  # of as many small arguments as it may hold
         for _ in range(3):
             gc.collect()
             await asyncio.sleep(0.3)  # what the loop has to end: generators of cancelled calls, closed connections
