@@ -342,7 +342,7 @@ def _take_best(
     flat, node = edges.reshape(batch, -1), jnp.arange(budget + 1, dtype=jnp.int32)
 
     def edge(level: Int[Array, "B N"], rank: Int[Array, "B N"]) -> Int[Array, "B N"]:
-        cost = _take(flat, jnp.minimum(level, length - 1) * k + jnp.minimum(rank, k - 1))
+        cost = _take(flat, jnp.clip(level, 0, length - 1) * k + jnp.minimum(rank, k - 1))
         return jnp.where((level < length) & (rank < k), cost, _IMPOSSIBLE)
 
     chain = lax.associative_scan(_join, edges[:, :spine, 0], axis=1)
@@ -352,7 +352,7 @@ def _take_best(
     there = node <= held[:, None]
     following = (node < held[:, None]).astype(jnp.int32)  # rank of the node's candidate
     depth = jnp.where(there, node, -1)
-    cost = jnp.where(there, _join(base, edge(jnp.maximum(depth, 0), following)), _IMPOSSIBLE)
+    cost = jnp.where(there, _join(base, edge(depth, following)), _IMPOSSIBLE)
     parent, rank = jnp.where(there, node - 1, -1), jnp.zeros_like(depth)
 
     def take(step: Int[Array, ""], carry: tuple[Array, ...]) -> tuple[Array, ...]:
