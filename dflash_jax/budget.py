@@ -1,8 +1,8 @@
 """What `--tree-budget auto` knows on the host: how long rounds take on this device, and what texts have shown so far.
 
-The choice itself is `steering.py`'s. Bursts choose on the device (`decoding.decode`); where
-rounds are handed over one by one, as in a server, the controller chooses on the host. All that it reads is alike in
-every process of a run: the curve is the first process's, and the rest follows from tokens.
+The choice itself is `steering.py`'s. Bursts choose on the device (`decoding.decode`); where rounds are handed over one
+by one, as in a server, the controller chooses on the host. All that it reads is alike in every process of a run: the
+curve is the first process's, and the rest follows from tokens.
 """
 
 import dataclasses

@@ -30,6 +30,8 @@ from dflash_jax.sharding import Vocabulary
 from dflash_jax.tree_policy import BestFirst, SpineFirst, TreePolicy
 from pallas_kernels import tree_search
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.tree_search.search_kernel import IMPOSSIBLE as _IMPOSSIBLE
+from pallas_kernels.tree_search.search_kernel import UNITS_PER_NAT as _UNITS_PER_NAT
 
 __all__ = [
     "BestFirst",
@@ -47,9 +49,6 @@ __all__ = [
     "top_candidates",
     "walk",
 ]
-
-_UNITS_PER_NAT = 1 << 20
-_IMPOSSIBLE = (1 << 30) - 1  # twice this is still an int32
 
 
 @functools.partial(
@@ -190,14 +189,13 @@ def grow_tree(
     scores = policy.edge_scores(values)
     if scores is not values:  # the search relies on descending ranks, which the candidates have by themselves
         scores = lax.cummin(scores, axis=2)
-    if tree_search.search_serves(scores.shape, budget, implementation) and spine < budget:
-        return Tree(*tree_search.search(anchor, scores, tokens, budget=budget, spine=spine), max_depth=length)
-    edges = _costs(scores)
     if spine == budget:  # nothing to search: the tree is the chain, up to where it becomes impossible
-        total = lax.associative_scan(_join, edges[:, :, 0], axis=1)
+        total = lax.associative_scan(_join, _costs(scores)[:, :, 0], axis=1)
         tree = chain_tree(anchor, tokens[:, :, 0], total < _IMPOSSIBLE)
         return dataclasses.replace(tree, max_depth=length, log_probs=_nats(total))
-    tree = _assemble(anchor, tokens, *_take_best(edges, spine, budget))
+    if tree_search.search_serves(scores.shape, budget, implementation):
+        return Tree(*tree_search.search(anchor, scores, tokens, budget=budget, spine=spine), max_depth=length)
+    tree = _assemble(anchor, tokens, *_take_best(_costs(scores), spine, budget))
     return dataclasses.replace(tree, max_depth=length)
 
 

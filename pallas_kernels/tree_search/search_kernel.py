@@ -17,13 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import compiled_once
 
-# As in `dflash_jax.tree`.
+# Costs, see `dflash_jax.tree`; twice the largest is still an int32.
 UNITS_PER_NAT = 1 << 20
 IMPOSSIBLE = (1 << 30) - 1
 
 # A candidate in one number, in the order that breaks ties: depth of its parent, the parent, and its rank.
 _BITS = 10
-MAX_BUDGET = MAX_CANDIDATES = (1 << _BITS) - 1
+MAX_BUDGET = (1 << _BITS) - 1
 # Numbers of a matrix that a warp holds at once.
 _AT_ONCE = 2048
 
@@ -86,7 +86,7 @@ def _kernel(
         best = jnp.min(cost)
         place = (depth << (2 * _BITS)) | (node << _BITS) | following
         place = jnp.min(jnp.where(cost == best, place, jnp.iinfo(jnp.int32).max))
-        above, own, at = place >> (2 * _BITS), (place >> _BITS) & MAX_BUDGET, place & MAX_CANDIDATES
+        above, own, at = place >> (2 * _BITS), (place >> _BITS) & MAX_BUDGET, place & MAX_BUDGET
         new = node == index
         # The next one at this depth, and the first one below.
         beside = best - edge(above, at) + edge(above, at + 1)
