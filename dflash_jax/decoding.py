@@ -176,49 +176,46 @@ class _Loop:
         limit, budgets = self.max_rounds, self.spec.buckets
         seconds, size = jnp.asarray(steering.seconds), steering.beliefs.shape[0]
         forced = jnp.asarray(steering.forced)[None]
-        # With the beliefs after the last choice, the choice, and whether rounds go on.
-        Steered = tuple[Carry, Array, Array, Array]
+        # With the choice, and whether rounds go on.
+        Steered = tuple[Carry, Array, Array]
 
-        def learn(carry: Carry, beliefs: Array, told: Array, index: int | None) -> Steered:
+        def learn(carry: Carry, told: Array, index: int | None) -> Steered:
             """What `told` says of the rounds before, and a choice for the next ones."""
             state, output, rounds = carry
-            learned, decided, chosen = scalars(
-                functools.partial(steer.step, index=index, budgets=budgets), beliefs, seconds, forced, told,
-                results=(size, size, 1), implementation=self.spec.implementation,
+            assert output.beliefs is not None
+            beliefs, chosen = scalars(
+                functools.partial(steer.step, index=index, budgets=budgets), output.beliefs, seconds, forced, told,
+                results=(size, 1), implementation=self.spec.implementation,
             )  # fmt: skip
-            carry = state, dataclasses.replace(output, beliefs=learned, evidence=None), rounds
-            return carry, decided, chosen, self.going(carry, limit)
-
-        def used(carry: Carry, rounds: Array, index: int) -> Carry:
-            state, output, number = carry
-            assert output.used is not None
-            more = rounds[:, None].astype(jnp.int32) * (jnp.arange(len(budgets)) == index)
-            return state, dataclasses.replace(output, used=output.used + more), number
+            carry = state, dataclasses.replace(output, beliefs=beliefs, evidence=None), rounds
+            return carry, chosen, self.going(carry, limit)
 
         def plain(steered: Steered, spec: RoundSpec) -> Steered:
-            carry, beliefs, *_ = steered
-            after = self.stretch(carry, spec)
-            after = used(after, jnp.sum(after[0].histogram - carry[0].histogram, axis=1), 0)
-            return learn(after, beliefs, (after[2] - carry[2]).astype(jnp.float32)[None], 0)
+            before = steered[0]
+            after = self.stretch(before, spec)
+            return learn(after, (after[2] - before[2]).astype(jnp.float32)[None], 0)
 
         def drafting(steered: Steered, spec: RoundSpec, index: int) -> Steered:
-            carry, beliefs, *_ = steered
-            after = self.one(carry, spec)
+            after = self.one(steered[0], spec)
             assert after[1].evidence is not None
-            told = jnp.asarray(after[1].evidence.numbers)
-            return learn(used(after, told[:, 0], index), beliefs, jnp.sum(told, axis=0), index)
+            return learn(after, jnp.sum(jnp.asarray(after[1].evidence.numbers), axis=0), index)
 
-        def staying(index: int, spec: RoundSpec) -> Callable[[Steered], Steered]:
+        def staying(index: int, spec: RoundSpec, before: Steered) -> Steered:
             """Rounds of a bucket as long as it is the choice."""
             body = functools.partial(plain, spec=spec)
             if spec.budget:
                 body = functools.partial(drafting, spec=spec, index=index)
-            return lambda before: _loop(lambda c: c[3] & (c[2][0] == index), body, before)
+            (state, output, rounds), *choice = _loop(lambda c: c[2] & (c[1][0] == index), body, before)
+            assert output.used is not None
+            # A histogram counts the rounds of a slot that emit something.
+            ran = jnp.sum(state.histogram - before[0][0].histogram, axis=1)
+            used = output.used + ran[:, None] * (jnp.arange(len(budgets)) == index)
+            return (state, dataclasses.replace(output, used=used), rounds), *choice
 
-        branches = [staying(index, spec) for index, spec in enumerate(rounds_of(self.spec))]
-        start = learn(carry, jnp.asarray(steering.beliefs), jnp.asarray(steering.keep)[None], None)
+        branches = [functools.partial(staying, *pair) for pair in enumerate(rounds_of(self.spec))]
+        start = learn(carry, jnp.asarray(steering.keep)[None], None)
         return jax.lax.while_loop(
-            lambda c: c[3], lambda c: jax.lax.switch(c[2][0].astype(jnp.int32), branches, c), start
+            lambda c: c[2], lambda c: jax.lax.switch(c[1][0].astype(jnp.int32), branches, c), start
         )[0]
 
 

@@ -118,6 +118,7 @@ class Beliefs:
       long: of all texts.
       stale: a bucket, 1 where the newest rounds do not show it.
       credit: seconds that trying may cost.
+      owed: seconds of it that the next round will cost; -1 where that is none to try something.
       since: rounds since the last trial.
       fresh: 1 before the first round of a new text.
     """
@@ -126,26 +127,27 @@ class Beliefs:
     long: Sums
     stale: list[Scalar]
     credit: Scalar
+    owed: Scalar
     since: Scalar
     fresh: Scalar
 
 
 def first_beliefs(buckets: int) -> np.ndarray:
     """Of an engine that has seen nothing: the numbers of its `Beliefs`."""
-    return np.asarray([*[0.0] * (10 * buckets), *[1.0] * buckets, 0.0, APART, 1.0], np.float32)
+    return np.asarray([*[0.0] * (10 * buckets), *[1.0] * buckets, 0.0, -1.0, APART, 1.0], np.float32)
 
 
 def unpack(numbers: list[Scalar]) -> Beliefs:
     """Of the list that `numbers_of` makes."""
-    buckets = (len(numbers) - 3) // 11
+    buckets = (len(numbers) - 4) // 11
     rows = [numbers[i * buckets : (i + 1) * buckets] for i in range(11)]
-    return Beliefs(Sums(*rows[:5]), Sums(*rows[5:10]), rows[10], *numbers[-3:])
+    return Beliefs(Sums(*rows[:5]), Sums(*rows[5:10]), rows[10], *numbers[-4:])
 
 
 def numbers_of(beliefs: Beliefs) -> list[Scalar]:
     """All that they hold, in one list."""
     rows = [*_fields(beliefs.short), *_fields(beliefs.long), beliefs.stale]
-    return [*(x for row in rows for x in row), beliefs.credit, beliefs.since, beliefs.fresh]
+    return [*(x for row in rows for x in row), beliefs.credit, beliefs.owed, beliefs.since, beliefs.fresh]
 
 
 @struct.dataclass
@@ -217,7 +219,7 @@ def choose(
 def decide(
     b: Beliefs, seconds: Sequence[Scalar], budgets: Sequence[int], used: int | None, a: Arithmetic
 ) -> tuple[Beliefs, Scalar]:
-    """Index of the bucket of the next rounds; if it is one to try, of the next one alone, and `since` is then 0.
+    """Index of the bucket of the next rounds; if it is one to try, of the next one alone, and something is `owed`.
 
     `used` is the index of the bucket in use, if any.
     """
@@ -233,15 +235,14 @@ def decide(
     unknown = (tried != best) & ((_at(b.stale, tried, a) > 0.5) | soon)
     paid = a.where(soon, b.credit >= 0.0, (b.credit >= loss) & (b.since >= APART))
     trial = unknown & paid
-    credit, since = a.where(trial, b.credit - loss, b.credit), a.where(trial, 0.0, b.since)
-    b = dataclasses.replace(b, credit=credit, since=since, fresh=0.0)
-    return b, a.where(trial, tried, best)
+    return dataclasses.replace(b, owed=a.where(trial, loss, -1.0)), a.where(trial, tried, best)
 
 
 def _ran(b: Beliefs, rounds: Scalar, taken: Scalar, seconds: Sequence[Scalar], a: Arithmetic) -> Beliefs:
     """After so many rounds that took so many seconds."""
-    credit = a.minimum(b.credit + EXPLORATION * taken, SAVED * seconds[1])
-    return dataclasses.replace(b, credit=credit, since=b.since + rounds)
+    credit = a.minimum(b.credit + EXPLORATION * taken, SAVED * seconds[1]) - a.maximum(b.owed, 0.0)
+    since = a.where(b.owed >= 0.0, 0.0, b.since) + rounds
+    return dataclasses.replace(b, credit=credit, owed=-1.0, since=since, fresh=0.0)
 
 
 def _faded(memory: float, rounds: Scalar, a: Arithmetic) -> Scalar:
@@ -284,7 +285,7 @@ def renewed(b: Beliefs, keep: Scalar, a: Arithmetic) -> Beliefs:
 def step(
     beliefs: list[Scalar], seconds: list[Scalar], forced: list[Scalar], told: list[Scalar], *, index: int | None,
     budgets: tuple[int, ...],
-) -> tuple[list[Scalar], list[Scalar], list[Scalar]]:  # fmt: skip
+) -> tuple[list[Scalar], list[Scalar]]:  # fmt: skip
     """What a device does after a round with drafts, or a stretch of rounds without: it learns, and decides on the next.
 
     Args:
@@ -295,14 +296,14 @@ def step(
       budgets: of the buckets.
 
     Returns:
-      The beliefs; the beliefs after the decision, which may have spent some credit; the index of the next bucket.
+      The beliefs, and the index of the next bucket.
     """
     a, b, buckets = ON_DEVICE, unpack(beliefs), len(budgets)
     if index is None:
-        b = renewed(b, told[0], a)
+        b = dataclasses.replace(renewed(b, told[0], a), owed=-1.0)  # what was decided on last has not run
     elif index == 0:
         b = without_drafts(b, told[0], seconds, a)
     else:
         b = with_drafts(b, index, told[0], 1.0, told[1 : 1 + buckets], told[1 + buckets :], seconds, a)
-    decided, chosen = decide(b, seconds, budgets, index, a)
-    return numbers_of(b), numbers_of(decided), [a.where(forced[0] >= 0.0, forced[0], chosen)]
+    b, chosen = decide(b, seconds, budgets, index, a)
+    return numbers_of(b), [a.where(forced[0] >= 0.0, forced[0], chosen)]

@@ -295,14 +295,14 @@ def on_the_host(before: np.ndarray, seconds: np.ndarray, told: np.ndarray, index
     """What `steering.step` returns, by the host's own way through the same functions."""
     b, times, buckets = steering.unpack(before.tolist()), seconds.tolist(), len(BUCKETS)
     if index is None:
-        b = steering.renewed(b, float(told[0]), ON_HOST)
+        b = dataclasses.replace(steering.renewed(b, float(told[0]), ON_HOST), owed=-1.0)
     elif index == 0:
         b = steering.without_drafts(b, float(told[0]), times, ON_HOST)
     else:
         rounds, *sums = told.tolist()
         b = steering.with_drafts(b, index, rounds, 1.0, sums[:buckets], sums[buckets:], times, ON_HOST)
-    decided, chosen = steering.decide(b, times, BUCKETS, index, ON_HOST)
-    return [*steering.numbers_of(b), *steering.numbers_of(decided), chosen]
+    b, chosen = steering.decide(b, times, BUCKETS, index, ON_HOST)
+    return [*steering.numbers_of(b), chosen]
 
 
 @functools.cache
@@ -313,7 +313,7 @@ def device_step(interpret: bool, index: int | None) -> Callable[..., jax.Array]:
     def run(known: jax.Array, seconds: jax.Array, told: jax.Array, forced: float = -1.0) -> jax.Array:
         arrays = (known, seconds, jnp.asarray(forced, jnp.float32)[None], told)
         if interpret:
-            return jnp.concatenate(kernel.scalars(step, arrays, (size, size, 1), interpret=True))
+            return jnp.concatenate(kernel.scalars(step, arrays, (size, 1), interpret=True))
         return jnp.concatenate(reference.scalars(step, *arrays))
 
     return jax.jit(run)
@@ -323,7 +323,7 @@ def device_step(interpret: bool, index: int | None) -> Callable[..., jax.Array]:
 def test_the_device_learns_and_decides_as_the_host_does(interpret: bool):
     """Random texts, good and bad, one to four slots, on random curves: the same numbers and the same buckets."""
     rng = np.random.default_rng(5)
-    size, taken, trials = first_beliefs(len(BUCKETS)).size, set(), 0
+    taken, trials = set(), 0
     for _ in range(6):
         seconds = (np.cumsum(rng.uniform(0.02, 1.0, len(BUCKETS))) + 0.5).astype(np.float32)
         known, index = first_beliefs(len(BUCKETS)), None
@@ -343,8 +343,8 @@ def test_the_device_learns_and_decides_as_the_host_does(interpret: bool):
             want = on_the_host(known, seconds, told, index)
             np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
             assert found[-1] == want[-1]
-            trials += found[2 * size - 3] < found[size - 3] and round_ % 17 != 0
-            known, index = found[size : 2 * size], int(found[-1])
+            known, index = found[:-1], int(found[-1])
+            trials += steering.unpack(known.tolist()).owed > 0 and round_ % 17 != 0
             taken.add(index)
     assert taken == set(range(len(BUCKETS))) and trials > 0
 
@@ -356,7 +356,7 @@ def test_a_forced_bucket_is_the_choice_and_changes_nothing_else(interpret: bool)
     assert free[-1] != forced[-1] == 3 and np.array_equal(free[:-1], forced[:-1])
 
 
-def test_steps_without_and_with_the_decision_spent_differ_by_what_a_trial_costs():
+def test_a_trial_is_paid_for_when_it_has_run():
     """A burst that ends before a trial has run hands back beliefs that have not paid for it."""
     known = first_beliefs(len(BUCKETS))
     b = steering.unpack(known.tolist())
@@ -364,9 +364,15 @@ def test_steps_without_and_with_the_decision_spent_differ_by_what_a_trial_costs(
     known = np.asarray(steering.numbers_of(b), np.float32)
     arrays = [np.asarray(x, np.float32) for x in (known, CPU_LIKE, [1.0])]
     found = np.asarray(device_step(False, None)(*arrays))
-    before, after = (steering.unpack(x.tolist()) for x in (found[: known.size], found[known.size : -1]))
-    assert found[-1] > 0 and before.credit == 5.0 and (before.since, before.fresh) == (b.since, 1.0)
-    assert after.credit < 5.0 and (after.since, after.fresh) == (0.0, 0.0)
+    decided, index = steering.unpack(found[:-1].tolist()), int(found[-1])
+    assert index > 0 and decided.owed > 0 and dataclasses.replace(decided, owed=-1.0) == b
+    again = np.asarray(device_step(False, None)(found[:-1], *arrays[1:]))
+    np.testing.assert_array_equal(again, found)
+    sums = [1.0] * len(BUCKETS)
+    ran = steering.with_drafts(decided, index, 1.0, 1.0, sums, sums, list(CPU_LIKE), ON_HOST)
+    most = steering.SAVED * CPU_LIKE[1]
+    assert ran.credit == pytest.approx(min(5.0 + EXPLORATION * CPU_LIKE[index], most) - decided.owed)
+    assert (ran.owed, ran.since, ran.fresh) == (-1.0, 1.0, 0.0)
 
 
 # ---------------------------------------------------------------- in the engine
@@ -588,7 +594,10 @@ def test_a_burst_without_rounds_hands_back_what_it_was_handed(bursts: Bursts):
     bursts.outputs.clear()
     (r,) = engine().generate(prompts()[:1], AUTO)
     assert r.token_ids == expected()[0]
-    np.testing.assert_array_equal(bursts.outputs[0].beliefs, first_beliefs(len(BUCKETS)))
+    known = steering.unpack(bursts.outputs[0].beliefs.tolist())
+    np.testing.assert_array_equal(
+        steering.numbers_of(dataclasses.replace(known, owed=-1.0)), first_beliefs(len(BUCKETS))
+    )
     assert bursts.outputs[0].used is not None and not bursts.outputs[0].used.any()
 
 

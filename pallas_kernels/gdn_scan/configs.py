@@ -24,6 +24,8 @@ class TreeConfig:
       num_warps, num_stages: warps a program, depth of the sweep's pipeline.
       two_sweeps: take the queries' products in a sweep of their own, after the innovations: half the accumulators to
         hold, for a second trip to the cache for keys and state.
+      ahead: read everything before the first product, and multiply by the inverses of all tiles at once, so that a
+        tile waits for one product of each before it. For few rows, as it takes registers.
       narrow: key dims up to which a head's keys are a single step, with half as many value dims a program.
     """
 
@@ -34,6 +36,7 @@ class TreeConfig:
     num_warps: int = 4
     num_stages: int = 4
     two_sweeps: bool = False
+    ahead: bool = False
     narrow: int = 0
 
     def fit(self, key_dim: int, value_dim: int) -> "TreeConfig":
@@ -145,7 +148,7 @@ A6000 = {2: _BF16_AMPERE, 4: _FP32}
 # As swept on an H200 at the 27B widths: less arithmetic in small tiles beats fewer of them. And at the bundled pair's.
 _HOPPER_TREE = TreeConfig(16, 64, 32, "bf16x2", narrow=64)
 _BF16_HOPPER = Table(
-    tree=_BF16.tree | dict.fromkeys((16, 32, 64), _HOPPER_TREE),
+    tree=_BF16.tree | {n: dataclasses.replace(_HOPPER_TREE, ahead=n < 64) for n in (16, 32, 64)},
     commit=_BF16.commit,
     chunk=dataclasses.replace(_BF16.chunk, num_stages=1),
 )

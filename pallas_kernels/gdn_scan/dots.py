@@ -14,6 +14,7 @@ A bf16 product runs at twice the rate of a TF32 one and its operands take half t
 `bf16x2` costs what `tf32` costs and is 64 times as exact. Products of two bf16 operands are exact whatever the name.
 """
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import jax
@@ -85,31 +86,35 @@ def dot(
     return product(a, b, preset.TF32_TF32_F32 if mode == "tf32" else preset.TF32_TF32_F32_X3)
 
 
-def unit_lower_inverse(
-    a: Float[Array, "N N"],
+def unit_lower_inverses(
+    matrices: Sequence[Float[Array, "N N"]],
     row: Int[Array, "N N"],
     column: Int[Array, "N N"],
     mode: DotMode,
     *,
     interpret: bool = False,
-) -> Float[Array, "N N"]:
-    """(I + a)⁻¹ by doubling diagonal blocks as in the XLA reference; of `a` only what is below the diagonal counts.
+) -> list[Float[Array, "N N"]]:
+    """(I + a)⁻¹ of each by doubling diagonal blocks as in the XLA reference; of `a` only what is below the diagonal counts.
 
     A kernel cannot cut a block out of a value, so a level works on whole matrices under a mask: with X the inverse of
     the diagonal blocks of width w and L the part of `a` that joins pairs of them, the next inverse is X − X·L·X. Every
     X is an inverse, whose entries stay moderate even for identical keys; the powers of `a` that a Neumann product
     needs do not, and in TF32 their cancellation would leave nothing.
+
+    A level waits for the one before. All matrices take a level together, so that they wait once.
     """
-    size = a.shape[0]
+    size = row.shape[0]
     # Width 1: the diagonal blocks are [1], and X·L·X is L.
     pair = (row % 2 == 1) & (column == row - 1)
-    inverse = jnp.where(row == column, 1.0, jnp.where(pair, -a, 0.0))
 
-    def level(log_width: Int[Array, ""], inverse: Float[Array, "N N"]) -> Float[Array, "N N"]:
+    def level(log_width: Int[Array, ""], inverses: list[Float[Array, "N N"]]) -> list[Float[Array, "N N"]]:
         block = row >> log_width
         joins: Bool[Array, "N N"] = (block % 2 == 1) & ((column >> log_width) == block - 1)
-        right = dot(jnp.where(joins, a, 0.0), inverse, mode, interpret=interpret)
-        return inverse - dot(inverse, right, mode, interpret=interpret)
+        pairs = zip(matrices, inverses, strict=True)
+        right = [dot(jnp.where(joins, a, 0.0), x, mode, interpret=interpret) for a, x in pairs]
+        pairs = zip(inverses, right, strict=True)
+        return [x - dot(x, y, mode, interpret=interpret) for x, y in pairs]
 
+    first = [jnp.where(row == column, 1.0, jnp.where(pair, -a, 0.0)) for a in matrices]
     # A loop, not an unrolled chain: a fifth of the code, and a compiler that keeps one level's operands in registers.
-    return jax.lax.fori_loop(1, size.bit_length() - 1, level, inverse)
+    return jax.lax.fori_loop(1, size.bit_length() - 1, level, first)

@@ -6,7 +6,8 @@ the inverses. That costs no time while there are fewer programs than multiproces
 for them would cost a launch and a trip through memory.
 
 I + A is solved by forward substitution over tiles of rows, each diagonal tile by its inverse. Small tiles do less
-arithmetic and need fewer registers, large ones have fewer steps that wait for each other.
+arithmetic and need fewer registers, large ones have fewer steps that wait for each other. Where registers allow, all
+that waits for no other tile comes first (`TreeConfig.ahead`): the inverses, side by side, and their products.
 
 Rows are padded to a power of two that a matrix unit takes (16, 32, 64, 128). A padding row has no ancestors, not even
 itself, and zero keys and values, hence zero innovations. It is never loaded nor stored.
@@ -22,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.gdn_scan.configs import TreeConfig
-from pallas_kernels.gdn_scan.dots import dot, unit_lower_inverse
+from pallas_kernels.gdn_scan.dots import dot, unit_lower_inverses
 
 MAX_ROWS = 128
 
@@ -72,6 +73,19 @@ def _kernel(
 
     layer = layer_ref[0]
     pairs = [(i, j) for i in tiles for j in tiles if j <= i]
+    steps = key_dim // config.block_dk
+
+    def sees(i, j):
+        live = (places[i] < rows)[:, None] & (places[j] < rows)[None, :]
+        return plgpu.load(ancestors_ref.at[slot, indices[i][:, None], indices[j][None, :]], mask=live, other=0) != 0
+
+    def gates():
+        return [[gate_of(ref, t) for t in tiles] for ref in (g_ref, beta_ref)]
+
+    # Reads of memory keep their order: one that all others come before is waited for once.
+    early = None
+    if config.ahead:
+        early = gates(), {pair: sees(*pair) for pair in pairs}, [rows_of(v_ref, t, head, value_dims) for t in tiles]
 
     def sweep(*refs):
         """For keys, queries or both: their products with the keys (pairs of tiles) and with the state (tiles).
@@ -82,10 +96,11 @@ def _kernel(
         def key_block(step, carry):
             dims = step * config.block_dk + jnp.arange(config.block_dk)
             keys = [rows_of(k_ref, t, key_head, dims) for t in tiles]
+            queries = [rows_of(q_ref, t, key_head, dims) for t in tiles] if config.ahead else None
             state = state_ref[layer, slot, head, dims[:, None], value_dims[None, :]]
             new = []
             for ref, (by_key, by_state) in zip(refs, carry, strict=True):
-                left = keys if ref is k_ref else [rows_of(ref, t, key_head, dims) for t in tiles]
+                left = keys if ref is k_ref else queries or [rows_of(ref, t, key_head, dims) for t in tiles]
                 if rows > 1 or ref is q_ref:
                     by_key = {
                         (i, j): by_key[i, j] + product(left[i], keys[j], contract=(1, 1)) for i, j in pairs
@@ -95,19 +110,16 @@ def _kernel(
 
         square, tall = jnp.zeros((size, size), jnp.float32), jnp.zeros((size, config.block_dv), jnp.float32)
         carry = [(dict.fromkeys(pairs, square), [tall for _ in tiles]) for _ in refs]
-        steps = key_dim // config.block_dk
         return key_block(0, carry) if steps == 1 else jax.lax.fori_loop(0, steps, key_block, carry)
 
     swept = sweep(k_ref) if config.two_sweeps else sweep(k_ref, q_ref)
     similar, read_k = swept[0]
 
-    g, beta = ([gate_of(ref, t) for t in tiles] for ref in (g_ref, beta_ref))
+    g, beta = gates() if early is None else early[0]
     seen, total = {}, []
     for i in tiles:
         for j in range(i + 1):
-            live = (places[i] < rows)[:, None] & (places[j] < rows)[None, :]
-            cell = (slot, indices[i][:, None], indices[j][None, :])
-            seen[i, j] = plgpu.load(ancestors_ref.at[cell], mask=live, other=0) != 0
+            seen[i, j] = sees(i, j) if early is None else early[1][i, j]
         along = [jnp.sum(jnp.where(seen[i, j], jnp.broadcast_to(g[j][None, :], (size, size)), 0.0), axis=1)
                  for j in range(i + 1)]  # fmt: skip
         total.append(functools.reduce(jnp.add, along))
@@ -116,18 +128,37 @@ def _kernel(
         (i, j): jnp.exp(jnp.where(seen[i, j], total[i][:, None] - total[j][None, :], -jnp.inf)) for i, j in pairs
     }
 
-    u = []
-    for i in tiles:
+    def coupling(i, j):
+        return beta[i][:, None] * decay[i, j] * similar[i, j]
+
+    def inverses(tiles):
+        return unit_lower_inverses(
+            [coupling(i, i) for i in tiles], row, column, config.dot, interpret=interpret
+        )
+
+    def right(i):
         rise = jnp.exp(total[i])[:, None]
-        values = rows_of(v_ref, i, head, value_dims).astype(jnp.float32)
-        right = beta[i][:, None] * (values - rise * read_k[i])
-        if rows > 1:
-            # Forward substitution: what earlier tiles wrote, then the tile's own inverse.
+        values = rows_of(v_ref, i, head, value_dims) if early is None else early[2][i]
+        return beta[i][:, None] * (values.astype(jnp.float32) - rise * read_k[i])
+
+    # Forward substitution: what earlier tiles wrote, then the tile's own inverse.
+    u = []
+    if rows == 1:
+        u = [right(0)]
+    elif config.ahead:
+        own = inverses(tiles)
+        joined = {(i, j): product(own[i], coupling(i, j)) for i, j in pairs if j < i}
+        alone = [product(own[i], right(i)) for i in tiles]
+        for i in tiles:
+            u.append(alone[i])
             for j in range(i):
-                right -= product(beta[i][:, None] * decay[i, j] * similar[i, j], u[j])
-            a = beta[i][:, None] * decay[i, i] * similar[i, i]
-            right = product(unit_lower_inverse(a, row, column, config.dot, interpret=interpret), right)
-        u.append(right)
+                u[i] -= product(joined[i, j], u[j])
+    else:
+        for i in tiles:
+            left = right(i)
+            for j in range(i):
+                left -= product(coupling(i, j), u[j])
+            u.append(product(inverses([i])[0], left))
 
     scores, read_q = sweep(q_ref)[0] if config.two_sweeps else swept[1]
     for i in tiles:

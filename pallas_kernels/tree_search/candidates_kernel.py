@@ -22,6 +22,7 @@ from pallas_kernels.dispatch import compiled_once
 
 CHUNK = 128
 _CHUNKS_A_PROGRAM = 16
+_WARPS = 8
 _SMALLEST = -(2**31)
 
 
@@ -47,11 +48,15 @@ def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
 def largest(keys: Int[Array, " n"], live, k: int):
     """Which of a program's keys are the k largest, the first of equal ones; there must be k live ones."""
 
-    def bit(index, found):
+    def bit(carry):
+        index, found, _ = found_so_far = carry
         tried = jnp.where(index == 0, 0, found + lax.shift_left(jnp.int32(1), 31 - index))
-        return jnp.where(jnp.sum((keys >= tried).astype(jnp.int32)) >= k, tried, found)
+        count = jnp.sum((keys >= tried).astype(jnp.int32))
+        return index + 1, *(jnp.where(count >= k, new, old) for new, old in zip((tried, count), found_so_far[1:]))
 
-    least = lax.fori_loop(0, 32, bit, jnp.int32(_SMALLEST))
+    # As soon as no more than k are as large, the bits that are left make no difference: half of them, mostly.
+    start = jnp.int32(0), jnp.int32(_SMALLEST), jnp.int32(keys.shape[0])
+    _, least, _ = lax.while_loop(lambda carry: (carry[0] < 32) & (carry[2] > k), bit, start)
     above, equal = keys > least, live & (keys == least)
     room = k - jnp.sum(above.astype(jnp.int32))
     return above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= room))
@@ -148,7 +153,7 @@ def top_candidates(
             numbers(jnp.float32, k), numbers(jnp.int32, k), numbers(jnp.float32),
             numbers(jnp.int32, kept), numbers(jnp.int32, k), numbers(jnp.int32, k),
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
         name="draft_candidates",
     )(x, tops, sums)  # fmt: skip
