@@ -185,7 +185,7 @@ class _Loop:
             assert output.beliefs is not None
             beliefs, chosen = scalars(
                 functools.partial(steer.step, index=index, budgets=budgets), output.beliefs, seconds, forced, told,
-                results=(size, 1), implementation=self.spec.implementation,
+                results=(size, 1), in_place=True, implementation=self.spec.implementation,
             )  # fmt: skip
             carry = state, dataclasses.replace(output, beliefs=beliefs, evidence=None), rounds
             return carry, chosen, self.going(carry, limit)

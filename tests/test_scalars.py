@@ -62,14 +62,34 @@ def test_the_step_between_two_rounds_is_what_the_reference_says(run: Callable, i
     step = functools.partial(steering.step, index=index, budgets=BUDGETS)
     told = 1 + 2 * k if index else 1
     for trial in range(6):
-        beliefs = known if not trial else np.concatenate([rng.uniform(0, 20, known.size - 3), [1, 9, trial % 2]])
+        beliefs = known if not trial else np.concatenate([rng.uniform(0, 20, known.size - 4), [1, trial % 3 - 1, 9, trial % 2]])
         news = rng.uniform(1, 4, told) if index is not None else [trial % 2]
         values = [beliefs, rng.uniform(0.5, 3, k), [trial % 3 - 1], news]
         arrays = [jnp.asarray(x, jnp.float32) for x in values]
-        found = call(run, step, *arrays, results=(known.size, known.size, 1))
+        found = call(run, step, *arrays, results=(known.size, 1))
         lists = step(*([x[i] for i in range(x.size)] for x in arrays))
         want = np.asarray([float(x) for row in lists for x in row])
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "compiled"])
+def test_a_result_in_the_place_of_its_argument_is_the_same(interpret: bool):
+    """Every number is read before the first is written, and whoever still needs the argument keeps it."""
+
+    def turned(numbers: list, others: list) -> tuple[list, list]:
+        return numbers[::-1], [numbers[0] + others[0]]
+
+    def twice(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        run = functools.partial(kernel.scalars, turned, results=(40, 1), in_place=True, interpret=interpret)
+        there, total = run((x, y))
+        back, _ = run((there, y))
+        return back, total, x
+
+    x = jnp.asarray(np.random.default_rng(2).normal(size=40), jnp.float32)
+    back, total, kept = jax.jit(twice)(x, x[:1])
+    np.testing.assert_array_equal(back, x)
+    np.testing.assert_array_equal(kept, x)
+    assert total[0] == 2 * x[0]
 
 
 def test_too_many_numbers_are_refused_by_name_and_left_to_xla():
@@ -90,7 +110,7 @@ def test_too_many_numbers_are_refused_by_name_and_left_to_xla():
 def test_as_many_numbers_as_fit_are_not_refused_for_their_number(monkeypatch: pytest.MonkeyPatch):
     handed = []
     monkeypatch.setattr("pallas_kernels.dispatch.unsupported_device", lambda device: None)
-    monkeypatch.setattr(kernel, "scalars", lambda *arguments: handed.append(arguments))
+    monkeypatch.setattr(kernel, "scalars", lambda *arguments, in_place: handed.append(arguments))
 
     def first(numbers: list, others: list) -> tuple[list]:
         return ([numbers[0], others[0]],)

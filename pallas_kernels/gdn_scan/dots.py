@@ -94,7 +94,7 @@ def unit_lower_inverses(
     *,
     interpret: bool = False,
 ) -> list[Float[Array, "N N"]]:
-    """(I + a)⁻¹ of each by doubling diagonal blocks as in the XLA reference; of `a` only what is below the diagonal counts.
+    """(I + a)⁻¹ of each by doubling diagonal blocks as in the XLA reference; only what is below `a`'s diagonal counts.
 
     A kernel cannot cut a block out of a value, so a level works on whole matrices under a mask: with X the inverse of
     the diagonal blocks of width w and L the part of `a` that joins pairs of them, the next inverse is X − X·L·X. Every

@@ -16,6 +16,7 @@ def scalars(
     function: Callable[..., Sequence[Sequence[Any]]],
     *arrays: Float[Array, " _"],
     results: tuple[int, ...],
+    in_place: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, " _"], ...]:
     """`function` of the numbers in some arrays, each a list of scalars, whose results become arrays.
@@ -27,6 +28,8 @@ def scalars(
         a `functools.partial` of one.
       arrays: one axis each, fp32.
       results: how many numbers there are in each list that it returns.
+      in_place: whether the first result takes the place of the first array, which has its size: the kernel writes it
+        there if the caller's program has no other use for it.
       implementation: "auto", "xla" or "pallas".
 
     Raises:
@@ -36,4 +39,4 @@ def scalars(
     reason = f"{numbers} numbers are more than {MAX_NUMBERS}" if numbers > MAX_NUMBERS else None
     if resolve("scalars", implementation, reason) == "xla":
         return reference.scalars(function, *arrays)
-    return kernel.scalars(function, arrays, results)
+    return kernel.scalars(function, arrays, results, in_place=in_place)

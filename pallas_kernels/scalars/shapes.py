@@ -26,5 +26,5 @@ def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
         step = functools.partial(steering.step, index=index, budgets=BUDGETS)
         name = "start" if index is None else f"bucket{index}"
         arrays = (array(known), array(k), array(1), array(1 + 2 * k if index else 1))
-        call = functools.partial(kernel.scalars, step, results=(known, known, 1))
+        call = functools.partial(kernel.scalars, step, results=(known, 1), in_place=True)
         yield f"scalars/{name}", lambda *arrays, call=call: call(arrays), arrays

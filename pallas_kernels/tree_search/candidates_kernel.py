@@ -49,10 +49,10 @@ def largest(keys: Int[Array, " n"], live, k: int):
     """Which of a program's keys are the k largest, the first of equal ones; there must be k live ones."""
 
     def bit(carry):
-        index, found, _ = found_so_far = carry
+        index, found, last = carry
         tried = jnp.where(index == 0, 0, found + lax.shift_left(jnp.int32(1), 31 - index))
         count = jnp.sum((keys >= tried).astype(jnp.int32))
-        return index + 1, *(jnp.where(count >= k, new, old) for new, old in zip((tried, count), found_so_far[1:]))
+        return index + 1, jnp.where(count >= k, tried, found), jnp.where(count >= k, count, last)
 
     # As soon as no more than k are as large, the bits that are left make no difference: half of them, mostly.
     start = jnp.int32(0), jnp.int32(_SMALLEST), jnp.int32(keys.shape[0])
