@@ -62,7 +62,8 @@ def test_the_step_between_two_rounds_is_what_the_reference_says(run: Callable, i
     step = functools.partial(steering.step, index=index, budgets=BUDGETS)
     told = 1 + 2 * k if index else 1
     for trial in range(6):
-        beliefs = known if not trial else np.concatenate([rng.uniform(0, 20, known.size - 4), [1, trial % 3 - 1, 9, trial % 2]])
+        last = [1, trial % 3 - 1, 9, trial % 2]
+        beliefs = known if not trial else np.concatenate([rng.uniform(0, 20, known.size - 4), last])
         news = rng.uniform(1, 4, told) if index is not None else [trial % 2]
         values = [beliefs, rng.uniform(0.5, 3, k), [trial % 3 - 1], news]
         arrays = [jnp.asarray(x, jnp.float32) for x in values]
@@ -72,7 +73,9 @@ def test_the_step_between_two_rounds_is_what_the_reference_says(run: Callable, i
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "compiled"])
+@pytest.mark.parametrize(
+    "interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreted", "compiled"]
+)
 def test_a_result_in_the_place_of_its_argument_is_the_same(interpret: bool):
     """Every number is read before the first is written, and whoever still needs the argument keeps it."""
 
