@@ -29,7 +29,7 @@ from dflash_jax import Completion, Engine, SamplingParams, UserError
 from dflash_jax.plots import check_matplotlib
 from dflash_jax.prompts import encode_prompt
 from dflash_jax.repetition import repeated_ngram_share
-from dflash_jax.tree import SpineFirst, TreePolicy
+from dflash_jax.tree import BestFirst, TreePolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Variant:
     """A method with what else decides its drafts; `policy` matters to ddtree alone."""
 
     params: SamplingParams
-    policy: TreePolicy = dataclasses.field(default_factory=SpineFirst)
+    policy: TreePolicy = dataclasses.field(default_factory=BestFirst)
 
     def run(self, engine: Engine, prompts: list[list[int]], **changes: Any) -> list[Completion]:
         """Decodes prompts with it."""
@@ -69,15 +69,36 @@ def parse_variants(methods: str, policies: str, base: SamplingParams) -> dict[st
     return variants
 
 
+@dataclasses.dataclass
+class Run:
+    """One method on all prompts.
+
+    Attributes:
+      completions: one a prompt.
+      seconds: in which they were decoded, see `decoding_seconds`.
+      rounds: that the device did for them, a batch's slots at once.
+    """
+
+    completions: list[Completion] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    rounds: int = 0
+
+
+def decoding_seconds(completions: list[Completion]) -> float:
+    """From the last one's first token to the last token of all: prompts are read before any of a batch decodes."""
+    first = max(c.started + c.prefill_seconds for c in completions)
+    return max(c.started + c.prefill_seconds + c.decode_seconds for c in completions) - first
+
+
 def measure(
     engine: Engine, prompts: list[list[int]], variants: dict[str, Variant], batch: int, repeats: int
-) -> dict[str, list[list[Completion]]]:
-    """Completions by method, then by repeat, then by prompt."""
+) -> dict[str, list[Run]]:
+    """Runs by method, one a repeat."""
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     for variant in variants.values():
         variant.run(engine, groups[0], max_new_tokens=2)
         variant.run(engine, groups[0])
-    results: dict[str, list[list[Completion]]] = {name: [[] for _ in range(repeats)] for name in variants}
+    results = {name: [Run() for _ in range(repeats)] for name in variants}
     # A look of Python's garbage collector at all objects takes as long as several short texts.
     gc.collect()
     gc.disable()
@@ -85,7 +106,10 @@ def measure(
         for repeat in range(repeats):
             for group in groups:
                 for name, variant in variants.items():
-                    results[name][repeat] += variant.run(engine, group)
+                    done = variant.run(engine, group)
+                    results[name][repeat].completions += done
+                    results[name][repeat].seconds += decoding_seconds(done)
+                    results[name][repeat].rounds += max(c.rounds for c in done)
     finally:
         gc.enable()
     return results
@@ -113,10 +137,10 @@ def interval(completions: list[Completion], draws: int = 2000) -> tuple[float, f
 
 
 def summarise(
-    name: str, runs: list[list[Completion]], baseline: list[Completion] | None, drafts: Accepted | None
+    name: str, runs: list[Run], baseline: list[Completion] | None, drafts: Accepted | None
 ) -> dict[str, Any]:
     """One method's figures: pooled over prompts, median over repeats."""
-    completions = runs[0]
+    completions = runs[0].completions
     rounds = sum(c.rounds for c in completions)
     emitted = sum(c.completion_tokens - 1 for c in completions)
     width = max(len(c.accepted_length_histogram) for c in completions)
@@ -129,7 +153,7 @@ def summarise(
     for c in completions:
         for nodes, count in c.tree_budgets.items():
             budgets[nodes] = budgets.get(nodes, 0) + count
-    rates = [sum(c.completion_tokens - 1 for c in run) / sum(c.decode_seconds for c in run) for run in runs]
+    rates = [sum(c.completion_tokens - 1 for c in run.completions) / run.seconds for run in runs]
     same = (
         None
         if baseline is None
@@ -152,9 +176,7 @@ def summarise(
         "tokens_per_second": statistics.median(rates),
         "tokens_per_second_runs": rates,
         "milliseconds_per_round": 1e3
-        * statistics.median(
-            sum(c.decode_seconds for c in run) / max(sum(c.rounds for c in run), 1) for run in runs
-        ),
+        * statistics.median(run.seconds / max(run.rounds, 1) for run in runs),
         "repeated_8grams": repeated_ngram_share(c.token_ids for c in completions),
         "prompts": len(completions),
         "same_tokens_as_first_method": same,
@@ -167,7 +189,7 @@ def table(rows: list[dict[str, Any]], machine: str) -> str:
     lines = [
         (
             f"{first['set']}: {first['prompts']} prompts, temperature {first['temperature']:g}, {machine}; "
-            "tokens/s: a slot's, prefill and compilation left out; tau with its 95 % interval over prompts"
+            "tokens/s: all slots', prefill and compilation left out; tau with its 95 % interval over prompts"
         ),
         (
             f"{'method':18s} {'nodes':>5s} {'rounds':>7s} {'tau':>6s} {'95 %':>13s} {'ms/round':>9s} {'tokens/s':>9s} "
@@ -217,7 +239,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--methods", default="ar,dflash,ddtree:63", help="of ar, mtp[:STEPS], dflash, ddtree[:NODES|:auto]"
     )
-    parser.add_argument("--policies", default="spine", help=f"of the trees: {', '.join(POLICIES)}")
+    parser.add_argument("--policies", default="best", help=f"of the trees: {', '.join(POLICIES)}")
     parser.add_argument("--temperatures", default="0", help="such as 0,0.7,1 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -270,7 +292,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 runs = results[method]
                 no_drafts = args.speed_only or variant.params.method == "ar"
                 drafts = None if no_drafts else accepted(engine, ids, variant)
-                figures = summarise(method, runs, None if method == first else results[first][0], drafts)
+                figures = summarise(method, runs, None if method == first else results[first][0].completions, drafts)
                 rows.append({"set": name, "temperature": temperature} | figures)
             print(table(rows, machine), flush=True)
             record["methods"] += rows

@@ -36,7 +36,7 @@ from dflash_jax.programs import Programs
 from dflash_jax.random_weights import random_drafter, random_target
 from dflash_jax.round import DecodeState, RoundSpec
 from dflash_jax.sharding import check_divides, make_mesh
-from dflash_jax.tree import SpineFirst
+from dflash_jax.tree import BestFirst, SpineFirst
 
 PAGE = 64
 FEW, MANY = 4, 24
@@ -67,8 +67,8 @@ def spec_of(case: Case, drafter: DrafterConfig, capacity: int, kernels: Any) -> 
     pages = capacity // PAGE
     if case.budget == 0:
         return RoundSpec(0, context_pages=pages, implementation=kernels)
-    budget = drafter.block_size - 1 if case.budget is None else case.budget
-    return RoundSpec(budget, drafter.block_size, SpineFirst(), context_pages=pages, implementation=kernels)
+    budget, policy = (drafter.block_size - 1, SpineFirst()) if case.budget is None else (case.budget, BestFirst())
+    return RoundSpec(budget, drafter.block_size, policy, context_pages=pages, implementation=kernels)
 
 
 def floor_bytes(

@@ -23,7 +23,7 @@ from dflash_jax.programs import Programs
 from dflash_jax.random_weights import abstract_drafter, abstract_target
 from dflash_jax.round import RoundSpec
 from dflash_jax.sharding import check_divides, make_mesh
-from dflash_jax.tree import SpineFirst
+from dflash_jax.tree import BestFirst, SpineFirst
 from pallas_kernels.devices import GPUS, describe
 
 GIB = 2**30
@@ -86,7 +86,8 @@ def run(args: argparse.Namespace, devices: list[jax.Device]) -> dict[str, Any]:
         for name, budget in (("prefill", 1), ("chain", block - 1), ("tree", args.budget)):
             if name not in args.programs:
                 continue
-            spec = RoundSpec(budget, 1 if name == "prefill" else block, SpineFirst(), context_pages=pages)
+            policy = BestFirst() if name == "tree" else SpineFirst()
+            spec = RoundSpec(budget, 1 if name == "prefill" else block, policy, context_pages=pages)
             start = time.perf_counter()
             if name == "prefill":
                 programs.prefill(state, 0, [0] * args.chunk, 1, True, spec, compile_only=True)

@@ -25,10 +25,10 @@ TIMED_ROUNDS, RUNS = 16, 3
 
 
 def buckets_of(block_size: int, on_cpu: bool) -> tuple[int, ...]:
-    """Budgets that `auto` chooses from, ascending: none (autoregressive), the chain, and trees of 2, 4 times its rows.
+    """Budgets that `auto` chooses from, ascending: none (autoregressive), as many rows as the block, 2 and 4 times it.
 
-    Each takes as many rows as a power of two where the drafter's block does. A CPU pays for every row, so there the
-    widest tree makes room for half a chain.
+    Each takes as many rows as a power of two where the drafter's block does. A CPU pays for every row, so there half
+    a block's rows take the place of the widest tree.
     """
     extra = block_size // 2 - 1 if on_cpu else 4 * block_size - 1
     return tuple(sorted({0, extra, block_size - 1, 2 * block_size - 1}))

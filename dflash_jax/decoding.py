@@ -205,12 +205,12 @@ class _Loop:
             body = functools.partial(plain, spec=spec)
             if spec.budget:
                 body = functools.partial(drafting, spec=spec, index=index)
-            (state, output, rounds), *choice = _loop(lambda c: c[2] & (c[1][0] == index), body, before)
+            (state, output, rounds), chosen, going = _loop(lambda c: c[2] & (c[1][0] == index), body, before)
             assert output.used is not None
             # A histogram counts the rounds of a slot that emit something.
             ran = jnp.sum(state.histogram - before[0][0].histogram, axis=1)
             used = output.used + ran[:, None] * (jnp.arange(len(budgets)) == index)
-            return (state, dataclasses.replace(output, used=used), rounds), *choice
+            return (state, dataclasses.replace(output, used=used), rounds), chosen, going
 
         branches = [functools.partial(staying, *pair) for pair in enumerate(rounds_of(self.spec))]
         start = learn(carry, jnp.asarray(steering.keep)[None], None)

@@ -21,7 +21,7 @@ from dflash_jax.scheduler import Scheduler
 from dflash_jax.stopping import StopChecker
 from dflash_jax.target import Target
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tree import SpineFirst, TreePolicy
+from dflash_jax.tree import BestFirst, SpineFirst, TreePolicy
 from pallas_kernels.dispatch import Implementation
 
 Prompt = str | Sequence[int]
@@ -71,7 +71,7 @@ class Engine:
         self.prefill_chunk = prefill_chunk or (128 if on_cpu else 512)
         self.implementation: Implementation = implementation
         self.names = names
-        self.policy: TreePolicy = SpineFirst()
+        self.policy: TreePolicy = BestFirst()
         self.on_ranks: Callable[[int, list[int]], None] | None = None
         self.programs = Programs(target, drafter, mesh, mtp)
         self._memory = memory

@@ -36,6 +36,7 @@ class Request:
       keys: of their prefixes, where such are kept (`PrefixCache.keys`).
       prefix: the part of these that was there already; None if there was none.
       cached: how many tokens of the prompt were, when the request was first admitted.
+      started, first_token, newest: when it was admitted, and when its first and its newest tokens came back.
     """
 
     prompt: list[int]
@@ -59,6 +60,7 @@ class Request:
     compiled_before: float = 0.0
     started: float = 0.0
     first_token: float = 0.0
+    newest: float = 0.0
 
     @property
     def tokens(self) -> int:

@@ -151,13 +151,15 @@ class Completion:
       accepted_length_histogram: entry n is the number of rounds that emitted n tokens.
       tree_budget: nodes besides the anchor (mtp: its steps); 0 for ar. Of "auto" what most rounds had.
       tree_budgets: nodes -> rounds that had so many; more than one only with "auto".
-      prefill_seconds: from admission to the first token; decode_seconds: from there to the last.
+      prefill_seconds: from admission until the first token is on the host; decode_seconds: from there until the last
+        one is.
       compile_seconds: spent on compiling programs for the call that this request was part of, and on timing their
         rounds once for tree_budget "auto".
       tokens_per_second: tokens after the first, over decode_seconds.
       kernels: op -> "pallas" or "xla", as its prefill and decode programs were compiled; "pallas+xla" where the calls
         of one op differ (shapes that the kernel refuses). The log says why, at level INFO.
       logprobs: one entry a token id if they were asked for, else None.
+      started: when it was admitted, in seconds of `time.perf_counter`.
     """
 
     text: str
@@ -184,6 +186,7 @@ class Completion:
     seed: int
     logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
+    started: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

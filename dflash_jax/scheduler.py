@@ -188,9 +188,10 @@ class Scheduler:
         """
         landing, self._flying = self._flying, []
         chunks: list[tuple[Request, Chunk]] = []
-        if jax.process_count() == 1 and all(flight.ready for flight in landing):
+        if not self._single or (jax.process_count() == 1 and all(flight.ready for flight in landing)):
             # The device has nothing left to do meanwhile, and less if a text has ended. Of several processes one might
-            # see it earlier than another, and hand over another program.
+            # see it earlier than another, and hand over another program; where rounds are a loop, a GPU's host has
+            # waited for its end already.
             chunks, landing = self._land_all(landing), []
         self._admit()
         if self._lazy and not self._grow(landing):
@@ -557,6 +558,7 @@ class Scheduler:
     def _land(self, flight: Flight) -> list[tuple[Request, Chunk]]:
         """Waits for results and hands them to their requests; ends those that are done."""
         output, histogram = flight.results.fetch()
+        arrived = time.perf_counter()
         chunks, ended = [], []
         for row, request in flight.owners:
             if request.slot is None:
@@ -564,11 +566,12 @@ class Scheduler:
             count = int(output.count[row])
             fresh = output.tokens[row, :count].tolist()
             request.emitted += fresh
+            request.newest = arrived
             update = request.checker.push(fresh)
             logprobs = token_logprobs(output, row, len(update.token_ids), request.params.logprobs)
             request.logprobs += logprobs
             if histogram is None:
-                request.first_token = request.first_token or time.perf_counter()
+                request.first_token = request.first_token or arrived
             elif output.used is None:
                 request.count_rounds(flight.spec.budget, histogram[row])
             else:
@@ -617,7 +620,7 @@ class Scheduler:
         ids = checker.token_ids
         rounds = int(histogram.sum())
         emitted = int((histogram * np.arange(len(histogram))).sum())
-        seconds = time.perf_counter() - request.first_token
+        seconds = request.newest - request.first_token
         assert checker.finish_reason is not None
         return Completion(
             text=checker.text,
@@ -644,4 +647,5 @@ class Scheduler:
             draft_model=engine.names[1] if spec.budget and not spec.mtp else None,
             seed=request.params.seed,
             logprobs=None if request.params.logprobs is None else request.logprobs,
+            started=request.started,
         )

@@ -45,6 +45,8 @@ STAY = 1.05
 # Share of the decoding time that trying other buckets may cost, saved for at most so many rounds of the first one; and
 # rounds that lie between two trials.
 EXPLORATION, SAVED, APART = 0.005, 2, 8
+# Seconds that a trial costs besides: a GPU's host looks at a condition eight times to leave a bucket and come back.
+AWAY = 1.5e-4
 # Rounds without a draft between two decisions: they have little to tell. With drafts there is a decision after each.
 PLAIN_ROUNDS = 32
 
@@ -231,7 +233,7 @@ def decide(
     # Where nothing drafts, a new text is worth a look, for which it may borrow.
     soon = (b.fresh > 0.5) & (best == 0.0)
     gained = _at(tokens, tried, a) / _at(tokens, best, a) * _at(seconds, best, a)
-    loss = a.maximum(_at(seconds, tried, a) - gained, 0.0)
+    loss = a.maximum(_at(seconds, tried, a) - gained, 0.0) + AWAY
     unknown = (tried != best) & ((_at(b.stale, tried, a) > 0.5) | soon)
     paid = a.where(soon, b.credit >= 0.0, (b.credit >= loss) & (b.since >= APART))
     trial = unknown & paid
