@@ -22,16 +22,24 @@ from dflash_jax.steering import ON_HOST, Steering
 
 # Rounds of a run that is timed, and runs.
 TIMED_ROUNDS, RUNS = 16, 3
+# Hidden size from which on a round waits for weights more than for launches.
+WIDE = 2048
 
 
-def buckets_of(block_size: int, on_cpu: bool) -> tuple[int, ...]:
+def buckets_of(block_size: int, width: int, on_cpu: bool) -> tuple[int, ...]:
     """Budgets that `auto` chooses from, ascending: none (autoregressive), as many rows as the block, 2 and 4 times it.
 
     Each takes as many rows as a power of two where the drafter's block does. A CPU pays for every row, so there half
-    a block's rows take the place of the widest tree.
+    a block's rows take the place of the widest tree. A GPU reads the weights of a wide model for many rows as fast as
+    for few; a round of a narrow one is mostly launches, which so many rows make longer by more than they can gain.
+
+    Args:
+      block_size: the drafter's.
+      width: hidden size of the target.
+      on_cpu: whether it runs on one.
     """
-    extra = block_size // 2 - 1 if on_cpu else 4 * block_size - 1
-    return tuple(sorted({0, extra, block_size - 1, 2 * block_size - 1}))
+    extra = {block_size // 2 - 1} if on_cpu else {4 * block_size - 1} if width >= WIDE else set()
+    return tuple(sorted({0, block_size - 1, 2 * block_size - 1} | extra))
 
 
 @dataclasses.dataclass(frozen=True)

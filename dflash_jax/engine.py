@@ -114,7 +114,7 @@ class Engine:
             budget, policy = block - 1, SpineFirst()
         else:
             if params.tree_budget == "auto":
-                buckets = buckets_of(block, self.device.platform == "cpu")
+                buckets = buckets_of(block, self.target.config.hidden_size, self.device.platform == "cpu")
             budget = buckets[-1] if params.tree_budget == "auto" else params.tree_budget
             policy = self.policy
         return RoundSpec(

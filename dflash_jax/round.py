@@ -225,13 +225,15 @@ def verify(
     target: Target, state: DecodeState, tree: Tree, taps: tuple[int, ...], spec: RoundSpec
 ) -> TargetOutput:
     """One target pass over all rows of the tree; nothing is written."""
-    width = state.cache.conv.shape[2]
+    width, earlier = state.cache.conv.shape[2], tree.earlier
+    if width and earlier is None:
+        earlier = ancestor_index(tree.parents, width)
     rows = Rows(
         tokens=tree.tokens,
         positions=state.lengths[:, None] + tree.depths,
         valid=tree.valid,
         ancestors=tree.ancestors,
-        conv_taps=ancestor_index(tree.parents, width) if width else None,
+        conv_taps=earlier,
     )
     context = Context(
         pages=state.cache.kv,
@@ -322,8 +324,9 @@ def speculative_round(
                     tree = plain_chain(state.anchor, values, tokens, length)
                 else:
                     tree = grow_tree(
-                        state.anchor, values, tokens, spec.budget, spec.policy, length, spec.implementation
-                    )
+                        state.anchor, values, tokens, spec.budget, spec.policy, length, spec.implementation,
+                        window=state.cache.conv.shape[2],
+                    )  # fmt: skip
         taps = drafter.config.target_layer_ids
     with jax.named_scope("verify"):
         output = verify(target, state, tree, taps, spec)

@@ -53,7 +53,7 @@ __all__ = [
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "parents", "depths", "ancestors", "valid", "order", "log_probs"],
+    data_fields=["tokens", "parents", "depths", "ancestors", "valid", "order", "log_probs", "earlier"],
     meta_fields=["max_depth"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Tree:
             policy takes its spine first in both, is the rows of order <= b. Budget + 1 for padding rows.
         log_probs: score of the row's prefix in nats (0 for node 0), under the policies here its log-probability;
             None where a chain was not built from scores.
+        earlier: what :func:`ancestor_index` says of them, where the search has been asked for it and says so itself.
         max_depth: static upper bound of the depths (``L``).
     """
 
@@ -84,6 +85,7 @@ class Tree:
     valid: Bool[Array, "B N"]
     order: Int[Array, "B N"] | None = None
     log_probs: Float[Array, "B N"] | None = None
+    earlier: Int[Array, "B N W"] | None = None
     max_depth: int = dataclasses.field(kw_only=True)
 
 
@@ -165,6 +167,7 @@ def grow_tree(
     policy: TreePolicy,
     length: int,
     implementation: Implementation = "xla",
+    window: int = 0,
 ) -> Tree:
     """Builds the tree of the ``budget`` best prefixes under ``policy``, for each slot on its own.
 
@@ -179,6 +182,7 @@ def grow_tree(
         policy: which prefixes count as best.
         length: depths that the drafter has; the tree's ``max_depth``.
         implementation: kernel choice of the search; its result is the same.
+        window: ancestors of each row that are wanted as well, see ``Tree.earlier``.
 
     Raises:
         ValueError: ``budget < 1`` or ``length < 1`` (use :func:`root_only_tree` for a tree of one row).
@@ -194,7 +198,8 @@ def grow_tree(
         tree = chain_tree(anchor, tokens[:, :, 0], total < _IMPOSSIBLE)
         return dataclasses.replace(tree, max_depth=length, log_probs=_nats(total))
     if tree_search.search_serves(scores.shape, budget, implementation):
-        return Tree(*tree_search.search(anchor, scores, tokens, budget=budget, spine=spine), max_depth=length)
+        found = tree_search.search(anchor, scores, tokens, budget=budget, spine=spine, window=window)
+        return Tree(*found, max_depth=length)
     tree = _assemble(anchor, tokens, *_take_best(_costs(scores), spine, budget))
     return dataclasses.replace(tree, max_depth=length)
 

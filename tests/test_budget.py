@@ -104,10 +104,11 @@ def test_a_curve_needs_a_positive_time_a_bucket(seconds: tuple[float, ...]):
         LatencyCurve((3, 7), (1.0, 2.0))
 
 
-def test_buckets_are_the_chain_and_powers_of_two_of_rows():
-    assert buckets_of(16, on_cpu=False) == (0, 15, 31, 63)
-    assert buckets_of(16, on_cpu=True) == (0, 7, 15, 31)
-    assert buckets_of(2, on_cpu=True) == (0, 1, 3)
+def test_buckets_are_powers_of_two_of_rows():
+    assert buckets_of(16, 5120, on_cpu=False) == (0, 15, 31, 63)
+    assert buckets_of(16, 256, on_cpu=False) == (0, 15, 31)
+    assert buckets_of(16, 5120, on_cpu=True) == buckets_of(16, 256, on_cpu=True) == (0, 7, 15, 31)
+    assert buckets_of(2, 256, on_cpu=True) == (0, 1, 3)
 
 
 CPU_LIKE, GPU_LIKE = (1.0, 3.0, 4.0, 6.0), (1.0, 1.15, 1.2, 1.3)

@@ -74,12 +74,14 @@ def test_trees_are_those_of_the_reference(kernels: None, policy: Any, length: in
         values = jnp.asarray(scores, jnp.float32)
         tokens = jnp.asarray(rng.integers(0, 1000, size=values.shape), jnp.int32)
         anchor = jnp.asarray([3, 4], jnp.int32)
-        got = tree.grow_tree(anchor, values, tokens, budget, policy, length)
+        got = tree.grow_tree(anchor, values, tokens, budget, policy, length, window=3)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(op, "search_serves", lambda *_: False)
             want = tree.grow_tree(anchor, values, tokens, budget, policy, length)
         for name in FIELDS:
             assert np.array_equal(getattr(got, name), getattr(want, name)), (kind, name)
+        if not tree.is_plain_chain(length, budget, policy):
+            assert np.array_equal(got.earlier, tree.ancestor_index(want.parents, 3)), kind
         assert got.max_depth == want.max_depth
 
 

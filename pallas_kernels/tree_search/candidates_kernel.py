@@ -56,10 +56,14 @@ def largest(keys: Int[Array, " n"], live, k: int):
 
     # As soon as no more than k are as large, the bits that are left make no difference: half of them, mostly.
     start = jnp.int32(0), jnp.int32(_SMALLEST), jnp.int32(keys.shape[0])
-    _, least, _ = lax.while_loop(lambda carry: (carry[0] < 32) & (carry[2] > k), bit, start)
-    above, equal = keys > least, live & (keys == least)
-    room = k - jnp.sum(above.astype(jnp.int32))
-    return above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= room))
+    _, least, count = lax.while_loop(lambda carry: (carry[0] < 32) & (carry[2] > k), bit, start)
+
+    def first_of_equal_ones():
+        above, equal = keys > least, live & (keys == least)
+        room = k - jnp.sum(above.astype(jnp.int32))
+        return above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= room))
+
+    return lax.cond(count > k, first_of_equal_ones, lambda: keys >= least)
 
 
 def _pick_kernel(

@@ -50,6 +50,7 @@ def _kernel(
     log_probs_ref,  # [B, N]
     depth_ref,  # [B, N]: by node, as the next one
     row_ref,  # [B, N]
+    earlier_ref=None,  # [B, N, W]
     *,
     spine: int,
     barrier,
@@ -151,6 +152,12 @@ def _kernel(
     lax.fori_loop(0, pl.cdiv(size, width), clear, 0)
     barrier()
 
+    if earlier_ref is not None:
+        at = row
+        for place in range(earlier_ref.shape[2]):
+            at = jnp.where(at >= 0, plgpu.load(parents_ref.at[slot, jnp.clip(at, 0, size - 1)]), at - 1)
+            plgpu.store(earlier_ref.at[slot, row, place], at, mask=real)
+
     def climb(step, at):
         plgpu.store(ancestors_ref.at[slot, row, jnp.maximum(at, 0)], at >= 0, mask=at >= 0)
         return jnp.where(at >= 0, plgpu.load(parents_ref.at[slot, jnp.maximum(at, 0)]), -1)
@@ -158,7 +165,7 @@ def _kernel(
     lax.fori_loop(0, length + 1, climb, jnp.where(real, row, -1))
 
 
-@compiled_once("budget", "spine", "interpret")
+@compiled_once("budget", "spine", "window", "interpret")
 def search(
     anchor: Int[Array, "B"],
     scores: Float[Array, "B L K"],
@@ -166,12 +173,13 @@ def search(
     *,
     budget: int,
     spine: int,
+    window: int = 0,
     interpret: bool = False,
 ) -> tuple[
     Int[Array, "B N"], Int[Array, "B N"], Int[Array, "B N"], Bool[Array, "B N N"], Bool[Array, "B N"],
-    Int[Array, "B N"], Float[Array, "B N"],
+    Int[Array, "B N"], Float[Array, "B N"], Int[Array, "B N W"] | None,
 ]:  # fmt: skip
-    """See `pallas_kernels.tree_search.api.search`, which checks what this kernel takes."""
+    """See `pallas_kernels.tree_search.api.search_serves`; `window` is that of `dflash_jax.tree.ancestor_index`."""
     batch, rows = scores.shape[0], budget + 1
 
     def numbers(*size, dtype=jnp.int32):
@@ -183,10 +191,10 @@ def search(
         out_shape=(
             numbers(rows), numbers(rows), numbers(rows), numbers(rows, rows, dtype=jnp.bool_),
             numbers(rows, dtype=jnp.bool_), numbers(rows), numbers(rows, dtype=jnp.float32), numbers(rows),
-            numbers(rows),
+            numbers(rows), *([numbers(rows, window)] if window else []),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="tree_search",
     )(scores.astype(jnp.float32), candidates, anchor.astype(jnp.int32))  # fmt: skip
-    return results[:7]
+    return *results[:7], results[9] if window else None

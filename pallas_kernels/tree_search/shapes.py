@@ -13,7 +13,7 @@ from pallas_kernels.tree_search import candidates_kernel, search_kernel
 VOCABULARIES: dict[str, tuple[int, int]] = {
     "qwen3.6": (248320, 15), "qwen3.6-tp2": (124160, 15), "smollm2": (49152, 9), "bundled": (2048, 15),
 }  # fmt: skip
-BUDGETS = (31, 63, 127, 255)
+BUDGETS = (15, 31, 63, 127, 255)
 
 
 def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
@@ -25,5 +25,5 @@ def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
             yield f"draft_candidates/{name}/{k}", function, (jax.ShapeDtypeStruct((1, depths, vocab), jnp.float32),)
     for budget in BUDGETS:
         scores, ids = (jax.ShapeDtypeStruct((1, 15, budget), dtype) for dtype in (jnp.float32, jnp.int32))
-        function = functools.partial(search_kernel.search, budget=budget, spine=15)
+        function = functools.partial(search_kernel.search, budget=budget, spine=0, window=3)
         yield f"tree_search/{budget}", function, (jax.ShapeDtypeStruct((1,), jnp.int32), scores, ids)
