@@ -395,7 +395,7 @@ class Scheduler:
 
     def curve_key(self, draft: RoundSpec) -> Any:
         """What the time of a round depends on, how tokens are chosen left out."""
-        return dataclasses.replace(draft, ranks=False), self._widths, self.capacity
+        return dataclasses.replace(draft, ranks=False) if draft.ranks else draft, self._widths, self.capacity
 
     def _compile(self, draft: RoundSpec) -> None:
         """Compiles what requests of this kind need; times the rounds of an adaptive budget if they are the first."""
