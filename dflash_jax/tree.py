@@ -147,12 +147,12 @@ def build_tree(
         log_probs: the drafter's fp32 log-softmax at temperature 1, whatever the temperature of the request;
             index 0 of ``L`` is depth 1. -inf marks an impossible token.
         budget: number of rows besides node 0.
-        policy: which prefixes count as best; :class:`SpineFirst` if not given.
+        policy: which prefixes count as best; :class:`BestFirst` if not given.
 
     Raises:
         ValueError: as of :func:`grow_tree`.
     """
-    policy = SpineFirst() if policy is None else policy
+    policy = BestFirst() if policy is None else policy
     length, vocab = log_probs.shape[1:]
     depths, k = candidates_needed(length, vocab, budget, policy)
     values, tokens = lax.top_k(log_probs[:, :depths], k)

@@ -35,7 +35,7 @@ class TreePolicy:
     Example: trust the drafter less with each depth, and never take more than three siblings::
 
         @dataclasses.dataclass(frozen=True)
-        class Cautious(SpineFirst):
+        class Cautious(BestFirst):
             doubt: float = 0.1  # nats per depth
 
             def edge_scores(self, log_probs):
@@ -70,7 +70,11 @@ class TreePolicy:
 
 @dataclasses.dataclass(frozen=True)
 class BestFirst(TreePolicy):
-    """Exactly the ``budget`` most probable prefixes: the longest walk to expect if the drafter is right."""
+    """Exactly the ``budget`` most probable prefixes: the longest walk to expect if the drafter is right.
+
+    The engine's default. With as many nodes as the drafter has depths it gives up the end of the chain, which few walks
+    reach, for siblings near the anchor.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ plots.marginals(shown.log_probs, word, truth=shown.tokens, title="The drafter's 
 # %% [markdown]
 # ## The tree
 #
-# The tree keeps the 31 most probable prefixes, the best guess of every depth always among them. Blue is the drafter's
+# The tree keeps the 31 most probable prefixes. Blue is the drafter's
 # probability of the whole prefix; orange is what the target accepted, dashed its bonus.
 
 # %%

@@ -90,5 +90,5 @@ plots.acceptance_by_depth(shares, title=f"Acceptance by depth, 15 nodes, {len(pr
 
 # %% [markdown]
 # With 15 nodes and a block of 16, `SpineFirst` is the plain chain. `BestFirst` gives up the end of the chain for siblings
-# near the anchor. `Cautious` goes further that way, and on these prompts loses by it: what sounds sensible need not pay, and
+# near the anchor, which is why it is the engine's default. `Cautious` goes further that way, and on these prompts loses by it: what sounds sensible need not pay, and
 # costs a minute to try. To use a policy everywhere, assign it: `engine.policy = Cautious()`.
