@@ -118,7 +118,7 @@ def relative(actual: Any, expected: Any) -> float:
 
 
 def tree_rule(
-    implementation: str, task: Rows, *, tile: int = 16, two_sweeps: bool = False, layer: int = 1
+    implementation: str, task: Rows, *, tile: int = 16, two_sweeps: bool = False, ahead: bool = False, layer: int = 1
 ) -> tuple[jax.Array, ...]:
     """The tree rule on a stack of states whose other layers are NaN."""
     ancestors, states = jnp.asarray(task.ancestors), jnp.full((3, *task.state.shape), jnp.nan).at[layer].set(task.state)
@@ -127,7 +127,7 @@ def tree_rule(
         rule = functools.partial(gdn_scan.tree_delta_rule, layer=layer, implementation=kind)
         return jax.jit(rule)(*task.operands, states, ancestors)
     mode = "bf16x3" if task.k.dtype == jnp.float32 else "bf16x2"
-    config = TreeConfig(tile, 16, 16, mode, two_sweeps=two_sweeps)
+    config = TreeConfig(tile, 16, 16, mode, two_sweeps=two_sweeps, ahead=ahead, narrow=64 if ahead else 0)
     rule = functools.partial(tree_kernel.tree_delta_rule, config=config, interpret=True)
     return jax.jit(rule)(*task.operands, states, jnp.array([layer]), ancestors)
 
@@ -167,6 +167,13 @@ def test_tree_rule_at_every_size(implementation: str, dtype: Any, rows: int):
 @pytest.mark.parametrize("tile", [16, 32])
 def test_interpreted_tree_rule_over_several_tiles(tile: int):
     check_tree("interpret", problem(33, seed=tile), tile=tile, two_sweeps=tile == 32)
+
+
+@pytest.mark.parametrize("rows", [2, 16, 31, 33])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interpreted_tree_rule_with_all_inverses_at_once(dtype: Any, rows: int):
+    check_tree("interpret", problem(rows, slots=2, dtype=dtype, seed=rows), ahead=True)
+    check_tree("interpret", problem(rows, dtype=dtype, chain=True, alike=True), ahead=True)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

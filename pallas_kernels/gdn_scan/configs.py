@@ -25,8 +25,9 @@ class TreeConfig:
       two_sweeps: take the queries' products in a sweep of their own, after the innovations: half the accumulators to
         hold, for a second trip to the cache for keys and state.
       ahead: read everything before the first product, and multiply by the inverses of all tiles at once, so that a
-        tile waits for one product of each before it. For few rows, as it takes registers.
-      narrow: key dims up to which a head's keys are a single step, with half as many value dims a program.
+        tile waits for one product of each before it. For few rows of narrow heads, as it takes registers.
+      narrow: key dims up to which a head's keys are a single step, with half as many value dims a program. Of wider
+        heads nothing is `ahead`.
     """
 
     tile: int
@@ -45,7 +46,7 @@ class TreeConfig:
             block_dv = max(min(self.block_dv, value_dim) // 2, 16)  # what a matrix unit takes
             return dataclasses.replace(self, block_dk=key_dim, block_dv=block_dv, num_stages=1)
         return dataclasses.replace(
-            self, block_dk=min(self.block_dk, key_dim), block_dv=min(self.block_dv, value_dim)
+            self, block_dk=min(self.block_dk, key_dim), block_dv=min(self.block_dv, value_dim), ahead=False
         )
 
 

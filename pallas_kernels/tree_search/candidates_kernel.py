@@ -22,7 +22,6 @@ from pallas_kernels.dispatch import compiled_once
 
 CHUNK = 128
 _CHUNKS_A_PROGRAM = 16
-_WARPS = 8
 _SMALLEST = -(2**31)
 
 
@@ -157,7 +156,7 @@ def top_candidates(
             numbers(jnp.float32, k), numbers(jnp.int32, k), numbers(jnp.float32),
             numbers(jnp.int32, kept), numbers(jnp.int32, k), numbers(jnp.int32, k),
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="draft_candidates",
     )(x, tops, sums)  # fmt: skip
