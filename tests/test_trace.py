@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dflash_jax
-from dflash_jax import BestFirst, Engine, SamplingParams, UserError
+from dflash_jax import BestFirst, Engine, SamplingParams, SpineFirst, UserError
 from dflash_jax.loading import BUNDLED_TARGET
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.trace import trace_rounds
@@ -41,8 +41,9 @@ def test_rounds_are_those_of_generate(engine, prompt):
 
 
 def test_the_policy_is_the_one_asked_for(engine, prompt):
-    chain = next(trace_rounds(engine, prompt, rounds=100, budget=15)).tree
-    best = next(trace_rounds(engine, prompt, rounds=100, budget=15, policy=BestFirst())).tree
+    best = next(trace_rounds(engine, prompt, rounds=100, budget=15)).tree
+    chain = next(trace_rounds(engine, prompt, rounds=100, budget=15, policy=SpineFirst())).tree
+    assert engine.policy == BestFirst()
     assert np.asarray(chain.parents[0]).tolist() == list(range(-1, 15))
     assert (np.bincount(np.asarray(best.depths[0])) > 1).any()
 
