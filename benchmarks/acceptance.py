@@ -86,8 +86,8 @@ class Run:
 
 def decoding_seconds(completions: list[Completion]) -> float:
     """From the last one's first token to the last token of all: prompts are read before any of a batch decodes."""
-    first = max(c.started + c.prefill_seconds for c in completions)
-    return max(c.started + c.prefill_seconds + c.decode_seconds for c in completions) - first
+    begun = [c.started + c.prefill_seconds for c in completions]
+    return max(start + c.decode_seconds for start, c in zip(begun, completions, strict=True)) - max(begun)
 
 
 def measure(

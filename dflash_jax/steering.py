@@ -302,7 +302,7 @@ def step(
     """
     a, b, buckets = ON_DEVICE, unpack(beliefs), len(budgets)
     if index is None:
-        b = dataclasses.replace(renewed(b, told[0], a), owed=-1.0)  # what was decided on last has not run
+        b = renewed(b, told[0], a)
     elif index == 0:
         b = without_drafts(b, told[0], seconds, a)
     else:

@@ -296,7 +296,7 @@ def on_the_host(before: np.ndarray, seconds: np.ndarray, told: np.ndarray, index
     """What `steering.step` returns, by the host's own way through the same functions."""
     b, times, buckets = steering.unpack(before.tolist()), seconds.tolist(), len(BUCKETS)
     if index is None:
-        b = dataclasses.replace(steering.renewed(b, float(told[0]), ON_HOST), owed=-1.0)
+        b = steering.renewed(b, float(told[0]), ON_HOST)
     elif index == 0:
         b = steering.without_drafts(b, float(told[0]), times, ON_HOST)
     else:

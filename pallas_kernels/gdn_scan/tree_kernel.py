@@ -75,17 +75,22 @@ def _kernel(
     pairs = [(i, j) for i in tiles for j in tiles if j <= i]
     steps = key_dim // config.block_dk
 
+    @functools.cache
     def sees(i, j):
         live = (places[i] < rows)[:, None] & (places[j] < rows)[None, :]
         return plgpu.load(ancestors_ref.at[slot, indices[i][:, None], indices[j][None, :]], mask=live, other=0) != 0
 
+    @functools.cache
     def gates():
         return [[gate_of(ref, t) for t in tiles] for ref in (g_ref, beta_ref)]
 
-    # Reads of memory keep their order: one that all others come before is waited for once.
-    early = None
+    @functools.cache
+    def values(tile):
+        return rows_of(v_ref, tile, head, value_dims)
+
     if config.ahead:
-        early = gates(), {pair: sees(*pair) for pair in pairs}, [rows_of(v_ref, t, head, value_dims) for t in tiles]
+        # Reads of memory keep the order of their first call: where all come first they are waited for once.
+        gates(), [sees(*pair) for pair in pairs], [values(t) for t in tiles]
 
     def sweep(*refs):
         """For keys, queries or both: their products with the keys (pairs of tiles) and with the state (tiles).
@@ -115,11 +120,10 @@ def _kernel(
     swept = sweep(k_ref) if config.two_sweeps else sweep(k_ref, q_ref)
     similar, read_k = swept[0]
 
-    g, beta = gates() if early is None else early[0]
+    g, beta = gates()
     seen, total = {}, []
     for i in tiles:
-        for j in range(i + 1):
-            seen[i, j] = sees(i, j) if early is None else early[1][i, j]
+        seen |= {(i, j): sees(i, j) for j in range(i + 1)}
         along = [jnp.sum(jnp.where(seen[i, j], jnp.broadcast_to(g[j][None, :], (size, size)), 0.0), axis=1)
                  for j in range(i + 1)]  # fmt: skip
         total.append(functools.reduce(jnp.add, along))
@@ -131,15 +135,12 @@ def _kernel(
     def coupling(i, j):
         return beta[i][:, None] * decay[i, j] * similar[i, j]
 
-    def inverses(tiles):
-        return unit_lower_inverses(
-            [coupling(i, i) for i in tiles], row, column, config.dot, interpret=interpret
-        )
+    def inverses(of):
+        return unit_lower_inverses([coupling(i, i) for i in of], row, column, config.dot, interpret=interpret)
 
     def right(i):
         rise = jnp.exp(total[i])[:, None]
-        values = rows_of(v_ref, i, head, value_dims) if early is None else early[2][i]
-        return beta[i][:, None] * (values.astype(jnp.float32) - rise * read_k[i])
+        return beta[i][:, None] * (values(i).astype(jnp.float32) - rise * read_k[i])
 
     # Forward substitution: what earlier tiles wrote, then the tile's own inverse.
     u = []
