@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import acceptance_plots
-from benchmarks.acceptance import Variant, accepted, main, parse_variants
+from benchmarks.acceptance import Variant, accepted, decoding_seconds, main, parse_variants
 from benchmarks.accepted import count_accepted
 from benchmarks.prompt_sets import SET_NAMES, prompt_set
 from dflash_jax import BestFirst, Engine, SamplingParams, SpineFirst, UserError
@@ -111,6 +111,14 @@ def test_a_record_a_table_and_pictures(tmp_path: Path, capsys):
         shown = " ".join([a.get_title() for a in axes] + [t.get_text() for a in axes for t in a.get_xticklabels()])
         assert "2 prompts" in shown
     assert acceptance_plots.by_rank(rows[:1]) is None
+
+
+def test_a_batch_decodes_from_when_its_last_prompt_has_been_read():
+    """The first text waits for the second prompt, and ends last; the second ends first."""
+    times = ((10.0, 1.0, 6.0), (11.0, 1.5, 2.0))  # admitted, prefill, decode
+    done = [types.SimpleNamespace(started=a, prefill_seconds=b, decode_seconds=c) for a, b, c in times]
+    assert decoding_seconds(done) == 17.0 - 12.5  # type: ignore[arg-type]
+    assert decoding_seconds(done[:1]) == 6.0  # type: ignore[arg-type]
 
 
 def test_variants_and_wrong_use(capsys, monkeypatch):
