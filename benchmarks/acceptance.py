@@ -1,10 +1,11 @@
 """Acceptance and speed of the methods on prompt sets: `python -m benchmarks.acceptance`.
 
-All methods decode every prompt, one after the other (interleaved), each in one device loop after a warm-up that
-compiles everything. A token's noise depends on seed, position and token alone, so in fp32 every method must give the
-same tokens at every temperature; in bf16 the number of prompts that part from the first method is printed (and
-`benchmarks.divergence` says whether rounding explains them). Which drafts were accepted is read from one more run of
-each method, which is not timed.
+In every repeat the methods take turns, all prompts each, in one device loop a prompt, after a warm-up that compiles
+everything. (Not a prompt each: a GPU's graphs have to be told where their arrays are when another program has run in
+between. That takes as long as a few rounds of a small model, and nobody who stays with a method pays it.) A token's
+noise depends on seed, position and token alone, so in fp32 every method must give the same tokens at every temperature;
+in bf16 the number of prompts that part from the first method is printed (and `benchmarks.divergence` says whether
+rounding explains them). Which drafts were accepted is read from one more run of each method, which is not timed.
 """
 
 import argparse
@@ -104,8 +105,8 @@ def measure(
     gc.disable()
     try:
         for repeat in range(repeats):
-            for group in groups:
-                for name, variant in variants.items():
+            for name, variant in variants.items():
+                for group in groups:
                     done = variant.run(engine, group)
                     results[name][repeat].completions += done
                     results[name][repeat].seconds += decoding_seconds(done)

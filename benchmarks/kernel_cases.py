@@ -15,6 +15,7 @@ import numpy as np
 
 from dflash_jax.tree import ancestor_index
 from pallas_kernels import gdn_mixer, gdn_scan
+from pallas_kernels.ancestry import packed
 from pallas_kernels.dispatch import target_device
 from pallas_kernels.gdn_mixer import kernel as mixer_kernel
 from pallas_kernels.gdn_mixer import reference as mixer_reference
@@ -193,9 +194,9 @@ class Layer:
     def tree(self, rows: int) -> Case:
         """`tree_delta_rule`.
 
-        Bytes: the layer's state Hv·d²·4; the rows' operands; mask N²; outputs and innovations 2·N·Hv·d·4, path sums
-        N·Hv·4. Flops: keys and queries times state 4·N·d²·Hv (mixed); keys and queries times keys, the lower halves,
-        2·N²·d·Hk (model); solve and scores times innovations, lower halves, 2·N²·d·Hv (full).
+        Bytes: the layer's state Hv·d²·4; the rows' operands; mask N²; outputs and innovations 2·N·Hv·d·4. Flops: keys
+        and queries times state 4·N·d²·Hv (mixed); keys and queries times keys, the lower halves, 2·N²·d·Hk (model);
+        solve and scores times innovations, lower halves, 2·N²·d·Hv (full).
         """
         h, p = self.heads, self.passes
         _, ancestors = random_tree(rows)
@@ -204,19 +205,21 @@ class Layer:
             first, second = jax.random.split(key)
             q, k, v, beta, g = self._rows(first, rows)
             # Values in fp32, so that a call's innovations can be the next one's without a conversion between.
-            v = v.astype(jnp.float32) if rows == 1 else v
-            return q, k, v, beta, g, self._states(second), jnp.asarray(ancestors)
+            v = v.astype(jnp.float32)
+            total = jnp.einsum("bij,bjh->bih", jnp.asarray(ancestors, jnp.float32), g)
+            return q, k, v, beta, total, self._states(second), jnp.asarray(ancestors)
 
         def call(operands: Operands, layer: Any, implementation: Any, config: Any) -> Operands:
-            q, k, v, beta, g, states, mask = operands
+            q, k, v, beta, total, states, mask = operands
             if config is None:
                 return gdn_scan.tree_delta_rule(
-                    q, k, v, beta, g, states, mask, layer=layer, implementation=implementation
+                    q, k, v, beta, total, states, mask, layer=layer, implementation=implementation
                 )
             place = jnp.array([layer], jnp.int32)
             if rows == 1:
-                return step_kernel.step_delta_rule(q, k, v, beta, g, states, place, config=config)
-            return tree_kernel.tree_delta_rule(q, k, v, beta, g, states, place, mask, config=config)
+                return step_kernel.step_delta_rule(q, k, v, beta, total, states, place, config=config)
+            mask = packed(mask)
+            return tree_kernel.tree_delta_rule(q, k, v, beta, total, states, place, mask, config=config)
 
         dot = "bf16x2" if self.width == 2 else "bf16x3"
         padded = tree_kernel.padded(rows)
@@ -230,16 +233,15 @@ class Layer:
         )  # fmt: skip
         if rows == 1:
             configs = tuple(StepConfig(dv, warps) for dv in (16, 32, 64, 128) for warps in (1, 2, 4, 8))
-        results = rows * h.value_heads * (2 * h.dim + 1) * 4
+        results = rows * h.value_heads * 2 * h.dim * 4
         flops = (
             4 * rows * h.dim**2 * h.value_heads * p.mixed
             + 2 * rows**2 * h.dim * (h.key_heads * p.model + h.value_heads * p.full)
         )  # fmt: skip
-        # Path sums as the next strengths: the sums do not depend on the strengths, so nothing grows. One row's path sum
-        # is its own g, so there innovations are the next values.
+        # Innovations are the next values.
         return Case(
             op="tree_delta_rule", name=f"tree_delta_rule/{self.name}/{rows}", build=build, call=call,
-            chain=((1, 2),) if rows == 1 else ((2, 3),), nudged=(0, 1, 4) if rows == 1 else (0, 1, 2, 4),
+            chain=((1, 2),), nudged=(0, 1, 4),
             layers=h.layers, moved=self.state_bytes + self._row_bytes(rows) + rows**2 + results, flops=flops,
             configs=configs,
             counterpart=("tree", h, rows, ancestors),
@@ -319,7 +321,7 @@ class Layer:
 
     def _front_operands(self, key: jax.Array, rows: int, causal: bool) -> Operands:
         h, keys = self.heads, jax.random.split(key, 5)
-        parents, _ = random_tree(rows)
+        parents, ancestors = random_tree(rows)
         # Strengths in fp32, so that a call's strengths can be the next one's without a conversion between.
         return (
             jax.random.normal(keys[0], (1, rows, h.channels), self.dtype),
@@ -329,6 +331,7 @@ class Layer:
             jax.random.normal(keys[3], (1, rows, h.value_heads)),
             jax.random.normal(keys[4], (1, rows, h.value_heads), self.dtype),
             jnp.zeros((h.value_heads,)), jnp.zeros((h.value_heads,)), jnp.ones((1, rows), bool),
+            None if causal or rows == 1 else jnp.asarray(ancestors),
         )  # fmt: skip
 
     def front(self, rows: int, *, causal: bool) -> Case:
@@ -337,12 +340,12 @@ class Layer:
         options = {"key_heads": h.key_heads, "key_dim": h.dim}
 
         def call(operands: Operands, layer: Any, implementation: Any, config: Any) -> Operands:
+            inputs, window, *others, mask = operands
             if implementation == "xla":
-                return mixer_reference.gdn_front(*operands, **options)
-            inputs, window, *others = operands
+                return mixer_reference.gdn_front(inputs, window, *others, ancestors=mask, **options)
             launch = config or front_config(target_device().device_kind, rows)
-            first = jnp.zeros((1,), jnp.int32)
-            return mixer_kernel.gdn_front(first, inputs, window[None], *others, **options, config=launch)
+            first, mask = jnp.zeros((1,), jnp.int32), None if mask is None else packed(mask)
+            return mixer_kernel.gdn_front(first, inputs, window[None], *others, mask, **options, config=launch)
 
         gates = rows * h.value_heads * (4 + self.width + 8)
         return Case(

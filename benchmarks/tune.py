@@ -39,8 +39,9 @@ from pallas_kernels.linear.table import Product
 
 # Weights of a loop, more than a cache holds.
 ROTATED_BYTES = 300e6
-# A kernel must be faster by so much: XLA's needs no table.
-WORTH = 1.01
+# Seconds of a call within which two ways count as equally fast. XLA tries its tilings out in every process anew, too
+# roughly to tell times of a few microseconds apart, and those of small products differ by as much between programs.
+SPREAD = 0.5e-6
 
 
 def products_of(target: TargetConfig, drafter: DrafterConfig | None, tp: int) -> set[Product]:
@@ -152,11 +153,17 @@ def measure(product: Product, most: int, seconds: float, interpret: bool, thread
 
 
 def choose(times: dict[Product, dict[str | Config, float]]) -> dict[Product, Config | None]:
-    """The fastest config of each product, None for XLA's."""
+    """The fastest config of each product, None for XLA's.
+
+    Of ways that are equally fast it is the one that is so in every program: the kernel's before XLA's tiles; XLA's of a
+    single row, which have none and take a neighbour in; and no sum of splits, which is another launch.
+    """
     chosen: dict[Product, Config | None] = {}
     for product, own in times.items():
-        config = min((c for c in own if isinstance(c, Config)), key=lambda c: own[c], default=None)
-        chosen[product] = None if config is None or own["xla"] < WORTH * own[config] else config
+        cost = {c: t + SPREAD * (c.splits > 1) for c, t in own.items() if isinstance(c, Config)}
+        config = min(cost, key=lambda c: cost[c], default=None)
+        lead = SPREAD if product.rows > 1 else -SPREAD
+        chosen[product] = None if config is None or own["xla"] + lead <= own[config] else config
     return chosen
 
 

@@ -26,20 +26,30 @@ TIMED_ROUNDS, RUNS, GPU_RUNS = 16, 3, 9
 WIDE = 2048
 
 
-def buckets_of(block_size: int, width: int, on_cpu: bool) -> tuple[int, ...]:
-    """Budgets that `auto` chooses from, ascending: none (autoregressive), as many rows as the block, 2 and 4 times it.
+def buckets_of(block_size: int, width: int, on_cpu: bool, slots: int) -> tuple[int, ...]:
+    """Budgets that `auto` chooses from, ascending: none (autoregressive), and around a block of rows.
 
-    Each takes as many rows as a power of two where the drafter's block does. A CPU pays for every row, so there half
-    a block's rows take the place of the widest tree. A GPU reads the weights of a wide model for many rows as fast as
-    for few; a round of a narrow one is mostly launches, which so many rows make longer by more than they can gain.
+    Each takes as many rows as a power of two where the drafter's block does.
+
+    A CPU pays for every row: half a block's rows, a block's, twice that. A GPU reads the weights of a wide model for
+    many rows as fast as for few: a block's rows, twice and four times that. A round of a narrow one is mostly launches,
+    which so many rows make longer by more than they can gain; and with one slot twice a block's rows are worth their
+    time wherever a block's are, so there is nothing to choose between.
 
     Args:
       block_size: the drafter's.
       width: hidden size of the target.
       on_cpu: whether it runs on one.
+      slots: most that share a round.
     """
-    extra = {block_size // 2 - 1} if on_cpu else {4 * block_size - 1} if width >= WIDE else set()
-    return tuple(sorted({0, block_size - 1, 2 * block_size - 1} | extra))
+    block, twice = block_size - 1, 2 * block_size - 1
+    if on_cpu:
+        budgets = {block_size // 2 - 1, block, twice}
+    elif width >= WIDE:
+        budgets = {block, twice, 4 * block_size - 1}
+    else:
+        budgets = {twice} if slots == 1 else {block, twice}
+    return tuple(sorted({0} | budgets))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,7 +146,8 @@ class GatedDeltaNet(nnx.Module):
         channels = self.conv1d.weight.shape[0]
         q, k, v, strength, decay = gdn_front(
             projected, window, conv_taps, self.conv1d.weight[...], self.A_log[...], self.dt_bias[...], valid,
-            key_heads=self.key_heads, key_dim=self.key_dim, layer=layer, implementation=implementation,
+            key_heads=self.key_heads, key_dim=self.key_dim, ancestors=ancestors, layer=layer,
+            implementation=implementation,
         )  # fmt: skip
 
         update = DeltaNetUpdate(conv_inputs=projected[..., :channels])
@@ -157,9 +158,9 @@ class GatedDeltaNet(nnx.Module):
             )
             update = dataclasses.replace(update, final_state=final)
         else:
-            out, fresh, total = tree_delta_rule(
+            out, fresh = tree_delta_rule(
                 q, k, v, strength, decay, state, ancestors, layer=layer, implementation=implementation
             )
-            update = dataclasses.replace(update, keys=k, innovations=fresh, path_decay=total)
+            update = dataclasses.replace(update, keys=k, innovations=fresh, path_decay=decay)
         mixed = self.norm(out, projected, start=channels, implementation=implementation).reshape(batch, rows, -1)
         return self.out_proj(mixed, implementation), update

@@ -1,5 +1,6 @@
 """The engine: models, and what they can be asked for. The public class of the library; `scheduler.py` decodes."""
 
+import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ class Engine:
       on_ranks: assign a function to have it called, where tokens are drafted, with a request's number and the ranks of
         its next tokens (`tree.accepted_ranks`; the first token, of prefill, has none). Other programs then run.
       controllers: what chooses between budgets (`tree_budget="auto"`), by `Scheduler.curve_key`; kept between calls.
+      arrivals: a thread that waits for results while another one hands over work.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Engine:
         self._memory = memory
         self._states: dict[Any, DecodeState] = {}
         self.controllers: dict[Any, BudgetController] = {}
+        self.arrivals = concurrent.futures.ThreadPoolExecutor(1, "arrivals")
 
     # ---------------------------------------------------------------- requests
 
@@ -92,7 +95,7 @@ class Engine:
             raise UserError(f"--method {params.method} needs a drafter; give one with --draft-model")
         return params.method
 
-    def spec_of(self, params: SamplingParams, capacity: int) -> RoundSpec:
+    def spec_of(self, params: SamplingParams, capacity: int, slots: int = 1) -> RoundSpec:
         """How a request drafts; the rule and what else of the round depends on sampling follow from its group."""
         method = self.method_of(params)
         pages = capacity // self.page_size
@@ -114,7 +117,8 @@ class Engine:
             budget, policy = block - 1, SpineFirst()
         else:
             if params.tree_budget == "auto":
-                buckets = buckets_of(block, self.target.config.hidden_size, self.device.platform == "cpu")
+                width, on_cpu = self.target.config.hidden_size, self.device.platform == "cpu"
+                buckets = buckets_of(block, width, on_cpu, slots)
             budget = buckets[-1] if params.tree_budget == "auto" else params.tree_budget
             policy = self.policy
         return RoundSpec(

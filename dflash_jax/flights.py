@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -124,6 +126,10 @@ class Flight:
     def ready(self) -> bool:
         """Whether the results are there."""
         return self.results.ready
+
+    def arrive(self) -> tuple["Flight", Any, float]:
+        """Waits for the results; returns this, them and when they came."""
+        return self, self.results.fetch(), time.perf_counter()
 
 
 @functools.lru_cache(maxsize=256)

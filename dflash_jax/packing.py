@@ -1,7 +1,8 @@
 """Results that the host reads together, as one array.
 
 A copy from a GPU takes the host as long for four bytes as for four thousand, and an array the same to make whatever it
-holds. So a program puts what the host will read of a burst into one, and the host takes it apart.
+holds. So a program puts what the host will read of a burst into one, in the host's memory (`programs._on_host`), and
+the host takes it apart.
 """
 
 from typing import Any

@@ -158,7 +158,7 @@ class Scheduler:
                 f"--prompt has {len(request.prompt)} tokens, with --max-new-tokens {request.limit} more than the "
                 f"{most} that a slot can hold"
             )
-        request.spec = self.engine.spec_of(request.params, self.capacity)
+        request.spec = self.engine.spec_of(request.params, self.capacity, self.slots)
         request.compiled_before = self.engine.programs.compile_seconds
         self._waiting.append(request)
 
@@ -201,12 +201,19 @@ class Scheduler:
                 self._preempt()
         if self._prefilling:
             self._prefill_chunk(self._prefilling[0])
-        if self._flying and not self._single:
-            # On a GPU the host waits in a loop of rounds until it ends: a first token shall not.
-            chunks, landing, self._flying = chunks + self._land_all([*landing, *self._flying]), [], []
-        if self._interleave or not self._prefilling:
+        decodes = self._interleave or not self._prefilling
+        if self._single:
+            if decodes:
+                self._decode()
+            return chunks + self._land_all(landing)
+        # On a GPU the host waits in a loop of rounds until it ends. First tokens arrive meanwhile, and handing over the
+        # loop takes as long as reading a short prompt.
+        arriving, self._flying = [self.engine.arrivals.submit(flight.arrive) for flight in self._flying], []
+        if decodes:
             self._decode()
-        return chunks + self._land_all(landing)
+        for arrival in arriving:
+            chunks += self._land(*arrival.result())
+        return chunks
 
     def check(self) -> None:
         """Walks slots, pages and the device's state; raises `RuntimeError` that names what is not in order."""
@@ -253,7 +260,7 @@ class Scheduler:
                 if self._running:
                     break
                 # One that does not draft takes the state of the next that does, which can then join it.
-                usual = self.engine.spec_of(SamplingParams(), self.capacity) if self._few_programs else request.spec
+                usual = self.engine.spec_of(SamplingParams(), self.capacity, self.slots) if self._few_programs else request.spec
                 self._make_state(next((r.spec for r in self._waiting if r.spec.budget), usual))
             untimed = request.spec.buckets and self.curve_key(request.spec) not in self.engine.controllers
             # Timing writes into pages, so with a cache of prefixes none may have been found yet.
@@ -512,7 +519,8 @@ class Scheduler:
         """Hands the device one burst for each way of drafting."""
         lanes: dict[RoundSpec, list[Request]] = {}
         for request in self._running.values():
-            if request.decoding:
+            # The token that a prompt's end emits may be all that is wanted.
+            if request.decoding and (request.emitted or request.limit > 1):
                 lanes.setdefault(request.spec, []).append(request)
         for draft, lane in lanes.items():
             spec = self._full_spec(draft)
@@ -553,12 +561,11 @@ class Scheduler:
     # ---------------------------------------------------------------- results
 
     def _land_all(self, flights: Sequence[Flight]) -> list[tuple[Request, Chunk]]:
-        return [pair for flight in flights for pair in self._land(flight)]
+        return [pair for flight in flights for pair in self._land(*flight.arrive())]
 
-    def _land(self, flight: Flight) -> list[tuple[Request, Chunk]]:
-        """Waits for results and hands them to their requests; ends those that are done."""
-        output, histogram = flight.results.fetch()
-        arrived = time.perf_counter()
+    def _land(self, flight: Flight, results: Any, arrived: float) -> list[tuple[Request, Chunk]]:
+        """Hands results, which arrived at a time, to their requests; ends those that are done."""
+        output, histogram = results
         chunks, ended = [], []
         for row, request in flight.owners:
             if request.slot is None:

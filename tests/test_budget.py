@@ -105,10 +105,11 @@ def test_a_curve_needs_a_positive_time_a_bucket(seconds: tuple[float, ...]):
 
 
 def test_buckets_are_powers_of_two_of_rows():
-    assert buckets_of(16, 5120, on_cpu=False) == (0, 15, 31, 63)
-    assert buckets_of(16, 256, on_cpu=False) == (0, 15, 31)
-    assert buckets_of(16, 5120, on_cpu=True) == buckets_of(16, 256, on_cpu=True) == (0, 7, 15, 31)
-    assert buckets_of(2, 256, on_cpu=True) == (0, 1, 3)
+    for slots in (1, 8):
+        assert buckets_of(16, 5120, False, slots) == (0, 15, 31, 63)
+        assert buckets_of(16, 5120, True, slots) == buckets_of(16, 256, True, slots) == (0, 7, 15, 31)
+        assert buckets_of(2, 256, True, slots) == (0, 1, 3)
+    assert buckets_of(16, 256, False, 1) == (0, 31) and buckets_of(16, 256, False, 2) == (0, 15, 31)
 
 
 CPU_LIKE, GPU_LIKE = (1.0, 3.0, 4.0, 6.0), (1.0, 1.15, 1.2, 1.3)

@@ -14,6 +14,7 @@ import pytest
 
 from dflash_jax.tree import ancestor_index
 from pallas_kernels import gdn_mixer, gdn_scan
+from pallas_kernels.ancestry import bit, packed
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gdn_mixer import kernel as mixer_kernel
 from pallas_kernels.gdn_mixer import reference as mixer_reference
@@ -65,6 +66,13 @@ class Rows:
                 if self.parents[slot, row] >= 0:
                     mask[slot, row] |= mask[slot, self.parents[slot, row]]
         return mask
+
+    @property
+    def tree_operands(self) -> tuple[jax.Array, ...]:
+        """The rule's in its tree form: path sums in the place of g."""
+        q, k, v, beta, g = self.operands
+        total = np.einsum("bij,bjh->bih", self.ancestors.astype(np.float64), np.asarray(g, np.float64))
+        return q, k, v, beta, jnp.asarray(total, jnp.float32)
 
 
 def problem(
@@ -125,11 +133,11 @@ def tree_rule(
     if implementation != "interpret":
         kind = "pallas" if implementation == "compiled" else "xla"
         rule = functools.partial(gdn_scan.tree_delta_rule, layer=layer, implementation=kind)
-        return jax.jit(rule)(*task.operands, states, ancestors)
+        return jax.jit(rule)(*task.tree_operands, states, ancestors)
     mode = "bf16x3" if task.k.dtype == jnp.float32 else "bf16x2"
     config = TreeConfig(tile, 16, 16, mode, two_sweeps=two_sweeps, ahead=ahead, narrow=64 if ahead else 0)
     rule = functools.partial(tree_kernel.tree_delta_rule, config=config, interpret=True)
-    return jax.jit(rule)(*task.operands, states, jnp.array([layer]), ancestors)
+    return jax.jit(rule)(*task.tree_operands, states, jnp.array([layer]), packed(ancestors))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,14 +146,14 @@ def test_the_one_row_kernel_is_the_recurrence(dtype: Any):
     states = jnp.full((3, *task.state.shape), jnp.nan).at[1].set(task.state)
     rule = functools.partial(step_kernel.step_delta_rule, config=StepConfig(16, 4), interpret=True)
     results = jax.jit(rule)(*task.operands, states, jnp.array([1]))
-    for name, a, b in zip(("out", "u", "total"), results, walk(task), strict=False):
+    for name, a, b in zip(("out", "u"), results, walk(task), strict=False):
         assert relative(a, b) <= TOLERANCE[dtype], name
 
 
 def check_tree(implementation: str, task: Rows, **options: Any) -> None:
     expected = walk(task)
     bound = TOLERANCE[jnp.bfloat16 if task.k.dtype == jnp.bfloat16 else jnp.float32]
-    for name, a, b in zip(("out", "u", "total"), tree_rule(implementation, task, **options), expected, strict=False):
+    for name, a, b in zip(("out", "u"), tree_rule(implementation, task, **options), expected, strict=False):
         assert a.dtype == jnp.float32
         assert relative(a, b) <= bound, name
 
@@ -187,7 +195,7 @@ def test_tree_rule_with_one_repeated_key(implementation: str, dtype: Any):
 def test_padding_rows_of_a_tree_change_nothing(implementation: str):
     whole = problem(20, slots=2, used=(20, 13), seed=3)
     check_tree(implementation, whole)
-    out, u, _ = tree_rule(implementation, whole)
+    out, u = tree_rule(implementation, whole)
     assert not np.asarray(u)[1, 13:].any()
     short = Rows(*(x[1:, :13] for x in whole.operands), whole.state[1:], whole.parents[1:, :13])
     np.testing.assert_allclose(out[1:, :13], tree_rule(implementation, short)[0], atol=1e-6)
@@ -293,12 +301,13 @@ def front_arrays(rows: int, dtype: Any, causal: bool) -> tuple[Any, ...]:
         normal(channels, 1, 4), normal(slots, rows, VALUE_HEADS), 30 * normal(slots, rows, VALUE_HEADS),
         normal(VALUE_HEADS).astype(jnp.float32), normal(VALUE_HEADS).astype(jnp.float32),
         jnp.arange(rows) < jnp.array([[rows], [rows - 2]]),
+        None if causal else ancestor_index(parents, rows),
     )  # fmt: skip
 
 
 def front_oracle(arrays: tuple[Any, ...]) -> list[np.ndarray]:
     """fp64, one row at a time, its ancestors found by following the taps."""
-    inputs, window, _, weight, strength, decay, a_log, dt_bias, _ = (
+    inputs, window, _, weight, strength, decay, a_log, dt_bias, *_ = (
         None if x is None else np.asarray(x, np.float64) for x in arrays
     )
     taps, valid = arrays[2], np.asarray(arrays[8])
@@ -313,16 +322,22 @@ def front_oracle(arrays: tuple[Any, ...]) -> list[np.ndarray]:
     qk = qk / np.sqrt(np.sum(qk * qk, -1, keepdims=True) + 1e-6)
     beta = np.where(valid[..., None], 1 / (1 + np.exp(-strength)), 0)
     g = np.where(valid[..., None], -np.exp(a_log) * np.logaddexp(decay + dt_bias, 0), 0)
+    if taps is not None:
+        own = g.copy()
+        for slot, row in np.ndindex(*inputs.shape[:2]):
+            g[slot, row] += sum(own[slot, tap] for tap in arrays[9][slot, row] if tap >= 0)
     return [qk[:, :, :KEY_HEADS], qk[:, :, KEY_HEADS:], heads[:, :, 2 * KEY_HEADS :], beta, g]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [False, True])
-def test_front(implementation: str, dtype: Any, causal: bool):
+@pytest.mark.parametrize(("rows", "causal"), [(11, False), (11, True), (37, False)])
+def test_front(implementation: str, dtype: Any, rows: int, causal: bool):
     """One joined projection, and the window among those of other layers, which hold NaN."""
-    arrays = front_arrays(11, dtype, causal)
-    inputs, window, taps, weight, strength, decay, a_log, dt_bias, valid = arrays
+    arrays = front_arrays(rows, dtype, causal)
+    inputs, window, taps, weight, strength, decay, a_log, dt_bias, valid, above = arrays
+    own = jnp.eye(rows, dtype=bool)
+    ancestors = None if above is None else own | jnp.any(above[..., None] == jnp.arange(rows), axis=2)
     unused = jnp.full((*inputs.shape[:2], VALUE_HEADS * DIM), jnp.nan, dtype)
     projected = jnp.concatenate([inputs, unused, strength, decay], axis=-1)
     windows = jnp.stack([jnp.full_like(window, jnp.nan), window])
@@ -334,17 +349,36 @@ def test_front(implementation: str, dtype: Any, causal: bool):
             mixer_kernel.gdn_front, **options, starts=starts, config=Config(4, 4), interpret=True
         )
         operands = (
-            jnp.array([1]), projected, windows, taps, weight, projected, projected, a_log, dt_bias, valid
+            jnp.array([1]), projected, windows, taps, weight, projected, projected, a_log, dt_bias, valid,
+            None if causal else packed(ancestors),
         )  # fmt: skip
     else:
         kind = "pallas" if implementation == "compiled" else "xla"
-        front = functools.partial(gdn_mixer.gdn_front, **options, layer=1, implementation=kind)
+        front = functools.partial(gdn_mixer.gdn_front, **options, ancestors=ancestors, layer=1, implementation=kind)
         operands = (projected, windows, taps, weight, a_log, dt_bias, valid)
     results = jax.jit(front)(*operands)
     for name, a, b in zip(("q", "k", "v", "beta", "g"), results, front_oracle(arrays), strict=True):
         assert a.dtype == (dtype if name in "qkv" else jnp.float32)
         assert relative(a, b) <= TOLERANCE[dtype], name
-    assert not np.asarray(results[3])[1, 9:].any() and not np.asarray(results[4])[1, 9:].any()
+    assert not np.asarray(results[3])[1, rows - 2 :].any()
+    assert not causal or not np.asarray(results[4])[1, rows - 2 :].any()
+
+
+def test_masks_are_packed_bit_by_bit():
+    mask = np.random.default_rng(0).random((2, 45, 45)) < 0.5
+    words = packed(jnp.asarray(mask))
+    assert words.shape == (2, 45, 2) and words.dtype == jnp.int32
+    rows = jnp.arange(45)
+    assert np.array_equal(bit(words[:, :, rows // 32], rows), mask)
+
+
+def test_a_tree_has_both_taps_and_ancestors():
+    inputs, window, taps, weight, strength, decay, *others, _ = front_arrays(5, jnp.float32, False)
+    with pytest.raises(ValueError, match="with both"):
+        gdn_mixer.gdn_front(
+            jnp.concatenate([inputs, strength, decay], axis=-1), window, taps, weight, *others,
+            key_heads=KEY_HEADS, key_dim=DIM,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -377,7 +411,7 @@ def test_a_shape_without_a_kernel_is_refused_by_name():
         gdn_scan.chunk_delta_rule(*arrays, implementation="pallas")
     with pytest.raises(UnsupportedError, match="129 rows"):
         gdn_scan.tree_delta_rule(
-            *problem(129).operands, task.state, jnp.ones((1, 129, 129), bool), implementation="pallas"
+            *problem(129).tree_operands, task.state, jnp.ones((1, 129, 129), bool), implementation="pallas"
         )
     with pytest.raises(UnsupportedError, match="head dim 12"):
         gdn_mixer.gated_norm(jnp.ones((2, 1, 12)), jnp.ones((2, 12)), jnp.ones(12), eps=1e-6, implementation="pallas")
@@ -402,6 +436,6 @@ def test_every_named_case_traces_and_has_its_own_name():
 
 def test_the_reference_front_keeps_the_inputs_dtype():
     q, _, v, beta, _ = mixer_reference.gdn_front(
-        *front_arrays(5, jnp.bfloat16, True), key_heads=KEY_HEADS, key_dim=DIM
+        *front_arrays(5, jnp.bfloat16, True)[:9], key_heads=KEY_HEADS, key_dim=DIM
     )
     assert q.dtype == v.dtype == jnp.bfloat16 and beta.dtype == jnp.float32

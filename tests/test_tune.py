@@ -1,5 +1,6 @@
 """Tables of products: what a model has of them, which config is chosen, where tables lie; the tool, interpreted."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,18 @@ def test_candidates_fit_what_they_are_for(shape: str):
         assert found == tune.candidates(product, 12)
 
 
-def test_the_fastest_is_chosen_and_xla_where_it_is_as_fast():
-    one, other = Product(16, 512, 2048), Product(32, 512, 2048)
-    chosen = tune.choose({one: {"xla": 3.0, FAST: 2.0, FASTER: 1.0}, other: {"xla": 1.0, FAST: 1.0}})
-    assert chosen == {one: FASTER, other: None}
+def test_the_fastest_is_chosen_and_of_equals_the_one_that_is_so_in_every_program():
+    one, other, row = Product(16, 512, 2048), Product(32, 512, 2048), Product(1, 512, 2048)
+    near, far = {"xla": 2.7e-6, FAST: 3e-6, FASTER: 3.1e-6}, {"xla": 2.4e-6, FAST: 3e-6}
+    assert tune.choose({one: near, other: far}) == {one: FAST, other: None}
+    # A single row of XLA's has no tiles.
+    assert tune.choose({row: {"xla": 3e-6, FAST: 2.7e-6}, one: {"xla": 3.0, FAST: 2.0, FASTER: 1.0}}) == {
+        row: None, one: FASTER,
+    }  # fmt: skip
+    assert tune.choose({row: {"xla": 3e-6, FAST: 2.4e-6}}) == {row: FAST}
+    split = dataclasses.replace(FAST, splits=2)
+    assert tune.choose({one: {"xla": 9e-6, FAST: 3e-6, split: 2.7e-6}}) == {one: FAST}
+    assert tune.choose({one: {"xla": 9e-6, FAST: 3e-6, split: 2.4e-6}}) == {one: split}
     assert tune.choose({one: {"xla": 3.0}}) == {one: None}  # nothing compiled
 
 

@@ -140,11 +140,11 @@ def one(x):  # [rows, d] -> [batch 1, rows, heads 1, d]
     return jnp.asarray(x, jnp.float32)[None, :, None]
 
 
-out, fresh, total = tree_delta_rule(
-    one(Q), one(K), one(V), one(beta), one(g), jnp.asarray(S0, jnp.float32)[None, None], tree.ancestors
+out, fresh = tree_delta_rule(
+    one(Q), one(K), one(V), one(beta), one(G), jnp.asarray(S0, jnp.float32)[None, None], tree.ancestors
 )
 after = commit_path(
-    jnp.asarray(S0, jnp.float32)[None, None, None], one(K)[None], fresh[None], total[None],
+    jnp.asarray(S0, jnp.float32)[None, None, None], one(K)[None], fresh[None], one(G)[None],
     jnp.asarray(path)[None], jnp.array([len(path)]),
 )
 for name, ours, direct in (

@@ -6,6 +6,7 @@ With the tree rule between them they are all of a layer that is not a product wi
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.ancestry import packed
 from pallas_kernels.dispatch import Implementation, resolve, target_device
 from pallas_kernels.gdn_mixer import kernel, reference
 from pallas_kernels.gdn_mixer.configs import front_config, norm_config
@@ -40,6 +41,7 @@ def gdn_front(
     *,
     key_heads: int,
     key_dim: int,
+    ancestors: Bool[Array, "B N N"] | None = None,
     layer: int | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[
@@ -52,7 +54,8 @@ def gdn_front(
     """From a layer's projections to the operands of the delta rule.
 
     silu of the causal depthwise convolution; its channels split into queries, keys and values; queries and keys
-    l2-normalised; β = sigmoid(strength), g = −e^{a_log}·softplus(decay + dt_bias), both 0 in rows that are not valid.
+    l2-normalised; β = sigmoid(strength), g = −e^{a_log}·softplus(decay + dt_bias), both 0 in rows that are not valid;
+    of tree rows, the sums of g along their root paths.
 
     Args:
       projected: raw projections side by side: C channels (queries, keys, values), gates z (not used here), and last Hv
@@ -64,15 +67,19 @@ def gdn_front(
       a_log, dt_bias: fp32 parameters of the decay.
       valid: False in padding rows.
       key_heads, key_dim: key heads and their width; the rest of the channels are values.
+      ancestors: ancestor-or-self mask of tree rows; None exactly when `taps` is.
       layer: see `window`.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
-      q, k, v in the inputs' dtype; beta, g in fp32.
+      q, k, v in the inputs' dtype; beta, and g or its path sums, in fp32.
 
     Raises:
+      ValueError: of `taps` and `ancestors` one is None.
       UnsupportedError: "pallas" was asked for and cannot serve this call.
     """
+    if (taps is None) != (ancestors is None):
+        raise ValueError("rows are causal, without taps and ancestors, or a tree's, with both")
     value_heads, channels = a_log.shape[0], weight.shape[0]
     starts = projected.shape[2] - 2 * value_heads, projected.shape[2] - value_heads
     value_dim = (channels - 2 * key_heads * key_dim) // value_heads
@@ -81,15 +88,17 @@ def gdn_front(
         return reference.gdn_front(
             projected[..., :channels], window if layer is None else window[layer], taps, weight,
             projected[..., starts[0] : starts[1]], projected[..., starts[1] :], a_log, dt_bias, valid,
-            key_heads=key_heads, key_dim=key_dim,
+            key_heads=key_heads, key_dim=key_dim, ancestors=ancestors,
         )  # fmt: skip
     if layer is None:
         window, layer = window[None], 0
     config = front_config(target_device().device_kind, projected.shape[1])
     # The layer is an operand, not a constant, so that all layers run one compiled kernel.
     place = jnp.array([layer], jnp.int32)
+    # One operation for all layers; a single row's path is the row.
+    mask = None if ancestors is None or ancestors.shape[1] == 1 else packed(ancestors)
     return kernel.gdn_front(
-        place, projected, window, taps, weight, projected, projected, a_log, dt_bias, valid,
+        place, projected, window, taps, weight, projected, projected, a_log, dt_bias, valid, mask,
         key_heads=key_heads, key_dim=key_dim, starts=starts, config=config,
     )  # fmt: skip
 

@@ -46,6 +46,7 @@ def gdn_front(
     *,
     key_heads: int,
     key_dim: int,
+    ancestors: Bool[Array, "B N N"] | None = None,
 ) -> tuple[
     Float[Array, "B N Hk dk"],
     Float[Array, "B N Hk dk"],
@@ -58,6 +59,8 @@ def gdn_front(
     beta = jax.nn.sigmoid(strength.astype(jnp.float32))
     g = -jnp.exp(a_log) * jax.nn.softplus(decay.astype(jnp.float32) + dt_bias)
     beta, g = (jnp.where(valid[..., None], x, 0.0) for x in (beta, g))
+    if ancestors is not None:
+        g = jnp.einsum("bij,bjh->bih", ancestors.astype(jnp.float32), g, precision=jax.lax.Precision.HIGHEST)
     mixed = convolve(inputs, window, taps, weight)
     width = key_heads * key_dim
     shape = (batch, rows, key_heads, key_dim)

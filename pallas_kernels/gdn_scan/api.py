@@ -9,6 +9,7 @@ arithmetic, the state and all results are fp32.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.ancestry import packed
 from pallas_kernels.dispatch import Implementation, resolve, target_device
 from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, reference, step_kernel, tree_kernel
 from pallas_kernels.gdn_scan.configs import table_for
@@ -73,19 +74,20 @@ def tree_delta_rule(
     k: Float[Array, "B N Hk dk"],
     v: Float[Array, "B N Hv dv"],
     beta: Float[Array, "B N Hv"],
-    g: Float[Array, "B N Hv"],
+    path_decay: Float[Array, "B N Hv"],
     state: Float[Array, "B Hv dk dv"] | Float[Array, "L B Hv dk dv"],
     ancestors: Bool[Array, "B N N"],
     *,
     layer: int | None = None,
     implementation: Implementation = "auto",
-) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B N Hv dv"], Float[Array, "B N Hv"]]:
+) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B N Hv dv"]]:
     """N tree rows from one committed state, no state per node.
 
     Rows are in topological order; `ancestors[b, i, j]` says that j is i or an ancestor of i.
 
     Args:
-      q, k, v, beta, g: as in `chunk_delta_rule`.
+      q, k, v, beta: as in `chunk_delta_rule`.
+      path_decay: sums of g along each root path, the row's own included (`gdn_mixer.gdn_front` makes them).
       state: committed states of one layer, or those of all layers with `layer` naming one. A kernel reads the one it
         needs where it lies; cutting a layer out beforehand would copy it.
       ancestors: ancestor-or-self mask.
@@ -93,8 +95,7 @@ def tree_delta_rule(
       implementation: "auto", "xla" or "pallas".
 
     Returns:
-      The outputs; u, the innovations of the rows; and the sums of g along each root path. The last two with `k` are
-      all that `commit_path` needs.
+      The outputs; and u, the innovations of the rows. These with `k` and `path_decay` are all that `commit_path` needs.
 
     Raises:
       UnsupportedError: "pallas" was asked for and cannot serve this call.
@@ -102,16 +103,17 @@ def tree_delta_rule(
     rows = q.shape[1]
     if resolve("gdn_scan", implementation, unsupported(k, v, rows=rows)) == "xla":
         one = state if layer is None else state[layer]
-        return reference.tree_delta_rule(q, k, v, beta, g, one, ancestors)
+        return reference.tree_delta_rule(q, k, v, beta, path_decay, one, ancestors)
     if layer is None:
         state, layer = state[None], 0
     table = table_for(target_device().device_kind, k.dtype)
     # The layer is an operand, not a constant, so that all layers run one compiled kernel.
     place = jnp.array([layer], jnp.int32)
     if rows == 1:
-        return step_kernel.step_delta_rule(q, k, v, beta, g, state, place, config=table.step)
+        return step_kernel.step_delta_rule(q, k, v, beta, path_decay, state, place, config=table.step)
     config = table.tree[tree_kernel.padded(rows)]
-    return tree_kernel.tree_delta_rule(q, k, v, beta, g, state, place, ancestors, config=config)
+    mask = packed(ancestors)  # one operation for all layers
+    return tree_kernel.tree_delta_rule(q, k, v, beta, path_decay, state, place, mask, config=config)
 
 
 def commit_path(

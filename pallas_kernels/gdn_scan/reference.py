@@ -110,17 +110,17 @@ def tree_delta_rule(
     k: Float[Array, "B N Hk dk"],
     v: Float[Array, "B N Hv dv"],
     beta: Float[Array, "B N Hv"],
-    g: Float[Array, "B N Hv"],
+    path_decay: Float[Array, "B N Hv"],
     state: Float[Array, "B Hv dk dv"],
     ancestors: Bool[Array, "B N N"],
-) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B N Hv dv"], Float[Array, "B N Hv"]]:
+) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B N Hv dv"]]:
     """See `pallas_kernels.gdn_scan.api.tree_delta_rule`."""
     rows, value_heads = v.shape[1:3]
     dot = functools.partial(jnp.einsum, precision=HIGHEST)
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     queries = _expand_heads(q, value_heads) * q.shape[-1] ** -0.5
     keys = _expand_heads(k, value_heads)
-    total = dot("bij,bjh->bhi", ancestors.astype(jnp.float32), g)
+    total = path_decay.swapaxes(1, 2)
     rise = jnp.exp(total)[..., None]
     beta = beta.swapaxes(1, 2)[..., None]
     mask = ancestors[:, None]
@@ -135,7 +135,7 @@ def tree_delta_rule(
         u = dot("bhij,bhjv->bhiv", unit_lower_inverse(a), right)
     scores = decay * dot("bhid,bhjd->bhij", queries, keys)
     out = rise * dot("bhik,bhkv->bhiv", queries, state) + dot("bhij,bhjv->bhiv", scores, u)
-    return out.swapaxes(1, 2), u.swapaxes(1, 2), total.swapaxes(1, 2)
+    return out.swapaxes(1, 2), u.swapaxes(1, 2)
 
 
 def commit_path(

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ancestry import packed
 from pallas_kernels.gdn_mixer import kernel as mixer_kernel
 from pallas_kernels.gdn_mixer.configs import front_config, norm_config
 from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, step_kernel, tree_kernel
@@ -60,11 +61,16 @@ Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 
 def row_arguments(heads: Heads, rows: int, dtype: jax.typing.DTypeLike, batch: int = 1) -> tuple[Any, ...]:
-    """Abstract q, k, v, beta, g of the delta rule."""
+    """Abstract q, k, v, beta, and g or path sums, of the delta rule."""
     struct = jax.ShapeDtypeStruct
     keys = struct((batch, rows, heads.key_heads, heads.dim), dtype)
     gate = struct((batch, rows, heads.value_heads), jnp.float32)
     return keys, keys, struct((batch, rows, heads.value_heads, heads.dim), dtype), gate, gate
+
+
+def masks(rows: int, batch: int = 1) -> jax.ShapeDtypeStruct:
+    """Abstract mask of ancestors, packed."""
+    return jax.eval_shape(packed, jax.ShapeDtypeStruct((batch, rows, rows), jnp.bool_))
 
 
 def states(heads: Heads, batch: int = 1) -> jax.ShapeDtypeStruct:
@@ -90,7 +96,7 @@ def commit_arguments(heads: Heads, rows: int, dtype: jax.typing.DTypeLike, batch
 def front_arguments(
     heads: Heads, rows: int, dtype: jax.typing.DTypeLike, *, causal: bool, batch: int = 1
 ) -> tuple[Any, ...]:
-    """Abstract layer, inputs, window, taps, weight, strength, decay, a_log, dt_bias, valid of the front's kernel.
+    """Abstract layer, inputs, window, taps, weight, strength, decay, a_log, dt_bias, valid, mask of the front's kernel.
 
     Inputs, strength and decay are one joined projection, as in the model.
     """
@@ -103,6 +109,7 @@ def front_arguments(
         None if causal else struct((batch, rows, CONV_WIDTH - 1), jnp.int32),
         struct((heads.channels, 1, CONV_WIDTH), dtype),
         projected, projected, parameter, parameter, struct((batch, rows), jnp.bool_),
+        None if causal or rows == 1 else masks(rows, batch),
     )  # fmt: skip
 
 
@@ -130,7 +137,7 @@ def cases(device_kind: str) -> Iterator[Case]:
             yield f"gdn_step/{kind}", step, (*row_arguments(heads, 1, dtype), states(heads), place)
             for rows in TREE_ROWS:
                 tree = part(tree_kernel.tree_delta_rule, config=table.tree[tree_kernel.padded(rows)])
-                ancestors = jax.ShapeDtypeStruct((1, rows, rows), jnp.bool_)
+                ancestors = masks(rows)
                 operands = (*row_arguments(heads, rows, dtype), states(heads), place, ancestors)
                 yield f"gdn_tree/{kind}/{rows}", tree, operands
             yield f"gdn_commit/{kind}", commit, commit_arguments(heads, 64, dtype)

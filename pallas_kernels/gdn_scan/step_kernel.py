@@ -48,13 +48,13 @@ def step_delta_rule(
     k: Float[Array, "B 1 Hk dk"],
     v: Float[Array, "B 1 Hv dv"],
     beta: Float[Array, "B 1 Hv"],
-    g: Float[Array, "B 1 Hv"],
+    path_decay: Float[Array, "B 1 Hv"],
     state: Float[Array, "L B Hv dk dv"],
     layer: Int[Array, " 1"],
     *,
     config: StepConfig,
     interpret: bool = False,
-) -> tuple[Float[Array, "B 1 Hv dv"], Float[Array, "B 1 Hv dv"], Float[Array, "B 1 Hv"]]:
+) -> tuple[Float[Array, "B 1 Hv dv"], Float[Array, "B 1 Hv dv"]]:
     """See `pallas_kernels.gdn_scan.api.tree_delta_rule`; a tree of one row, whose path sum is its own g."""
     batch, _, value_heads, value_dim = v.shape
     block_dv = min(config.block_dv, value_dim)
@@ -63,12 +63,11 @@ def step_delta_rule(
     def kernel(*refs):
         _kernel(*refs, block_dv=block_dv)
 
-    out, u = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
         grid=(value_dim // block_dv, value_heads, batch),
         out_shape=(row, row),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="gdn_step",
-    )(layer, q, k, v, beta, g, state)
-    return out, u, g
+    )(layer, q, k, v, beta, path_decay, state)

@@ -1,7 +1,7 @@
 """Pallas Triton kernel of the tree form: one program a (slot, value head, block of value dims), one launch.
 
 A program loads its head's keys and queries, reads its block of the committed state once, and does the rest in
-registers and shared memory: path sums, decays, inverses, the innovations and the outputs. Programs of one head repeat
+registers and shared memory: decays, inverses, the innovations and the outputs. Programs of one head repeat
 the inverses. That costs no time while there are fewer programs than multiprocessors can hold, and a kernel of its own
 for them would cost a launch and a trip through memory.
 
@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels.ancestry import WORD, bit
 from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.gdn_scan.configs import TreeConfig
 from pallas_kernels.gdn_scan.dots import dot, unit_lower_inverses
@@ -39,12 +40,11 @@ def _kernel(
     k_ref,  # [B, N, Hk, dk]
     v_ref,  # [B, N, Hv, dv]
     beta_ref,  # [B, N, Hv]
-    g_ref,  # [B, N, Hv]
+    total_ref,  # [B, N, Hv]
     state_ref,  # [L, B, Hv, dk, dv]
-    ancestors_ref,  # [B, N, N]
+    ancestors_ref,  # [B, N, S]
     out_ref,  # [B, N, Hv, dv]
     u_ref,  # [B, N, Hv, dv]
-    total_ref,  # [B, N, Hv]
     *,
     config: TreeConfig,
     interpret: bool,
@@ -76,13 +76,16 @@ def _kernel(
     steps = key_dim // config.block_dk
 
     @functools.cache
+    def word(i, number):
+        return plgpu.load(ancestors_ref.at[slot, indices[i], number], mask=places[i] < rows, other=0)
+
     def sees(i, j):
-        live = (places[i] < rows)[:, None] & (places[j] < rows)[None, :]
-        return plgpu.load(ancestors_ref.at[slot, indices[i][:, None], indices[j][None, :]], mask=live, other=0) != 0
+        # Tiles divide words.
+        return bit(word(i, j * size // WORD)[:, None], places[j][None, :])
 
     @functools.cache
     def gates():
-        return [[gate_of(ref, t) for t in tiles] for ref in (g_ref, beta_ref)]
+        return [[gate_of(ref, t) for t in tiles] for ref in (total_ref, beta_ref)]
 
     @functools.cache
     def values(tile):
@@ -120,16 +123,10 @@ def _kernel(
     swept = sweep(k_ref) if config.two_sweeps else sweep(k_ref, q_ref)
     similar, read_k = swept[0]
 
-    g, beta = gates()
-    seen, total = {}, []
-    for i in tiles:
-        seen |= {(i, j): sees(i, j) for j in range(i + 1)}
-        along = [jnp.sum(jnp.where(seen[i, j], jnp.broadcast_to(g[j][None, :], (size, size)), 0.0), axis=1)
-                 for j in range(i + 1)]  # fmt: skip
-        total.append(functools.reduce(jnp.add, along))
+    total, beta = gates()
     # Masked before exp: off the path the difference may be positive and overflow.
     decay = {
-        (i, j): jnp.exp(jnp.where(seen[i, j], total[i][:, None] - total[j][None, :], -jnp.inf)) for i, j in pairs
+        (i, j): jnp.exp(jnp.where(sees(i, j), total[i][:, None] - total[j][None, :], -jnp.inf)) for i, j in pairs
     }
 
     def coupling(i, j):
@@ -166,14 +163,11 @@ def _kernel(
         out = jnp.exp(total[i])[:, None] * read_q[i]
         for j in range(i + 1):
             out += product(decay[i, j] * scores[i, j], u[j])
-        live = places[i] < rows
-        stored = jnp.broadcast_to(live[:, None], (size, config.block_dv))
+        stored = jnp.broadcast_to((places[i] < rows)[:, None], (size, config.block_dv))
         # Unclamped: two rows of one store must not name the same place, even where one is masked.
         cell = (slot, places[i][:, None], head, value_dims[None, :])
         plgpu.store(u_ref.at[cell], u[i], mask=stored)
         plgpu.store(out_ref.at[cell], key_dim**-0.5 * out, mask=stored)
-        # One program a head writes the path sums.
-        plgpu.store(total_ref.at[slot, places[i], head], total[i], mask=live & (part == 0))
 
 
 @compiled_once("config", "interpret")
@@ -182,23 +176,26 @@ def tree_delta_rule(
     k: Float[Array, "B N Hk dk"],
     v: Float[Array, "B N Hv dv"],
     beta: Float[Array, "B N Hv"],
-    g: Float[Array, "B N Hv"],
+    path_decay: Float[Array, "B N Hv"],
     state: Float[Array, "L B Hv dk dv"],
     layer: Int[Array, " 1"],
-    ancestors: Bool[Array, "B N N"],
+    ancestors: Int[Array, "B N S"],
     *,
     config: TreeConfig,
     interpret: bool = False,
-) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B N Hv dv"], Float[Array, "B N Hv"]]:
-    """See `pallas_kernels.gdn_scan.api.tree_delta_rule`; `state` is that of all layers, `layer` which to read."""
+) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B N Hv dv"]]:
+    """See `pallas_kernels.gdn_scan.api.tree_delta_rule`.
+
+    `state` is that of all layers, `layer` which to read, and the mask is `packed`.
+    """
     batch, rows, value_heads, value_dim = v.shape
     config = config.fit(q.shape[3], value_dim)
     rows_shape = jax.ShapeDtypeStruct(v.shape, jnp.float32)
     return pl.pallas_call(
         functools.partial(_kernel, config=config, interpret=interpret),
         grid=(value_dim // config.block_dv, value_heads, batch),
-        out_shape=(rows_shape, rows_shape, jax.ShapeDtypeStruct(g.shape, jnp.float32)),
+        out_shape=(rows_shape, rows_shape),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name=f"gdn_tree_{padded(rows)}",
-    )(layer, q, k, v, beta, g, state, ancestors)
+    )(layer, q, k, v, beta, path_decay, state, ancestors)
