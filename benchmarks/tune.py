@@ -37,8 +37,8 @@ from pallas_kernels.linear import kernel, reference, table
 from pallas_kernels.linear.configs import Config
 from pallas_kernels.linear.table import Product
 
-# Weights of a loop, more than a cache holds.
-ROTATED_BYTES = 300e6
+# Weights of a loop, more than a cache holds; and calls of one body, after which the host looks whether it goes on.
+ROTATED_BYTES, CALLS = 300e6, 64
 # Seconds of a call within which two ways count as equally fast. XLA tries its tilings out in every process anew, too
 # roughly to tell times of a few microseconds apart, and those of small products differ by as much between programs.
 SPREAD = 0.5e-6
@@ -74,9 +74,10 @@ def candidates(product: Product, most: int) -> list[Config]:
     """Configs worth a try, at most so many, the same in every run."""
     large = product.out * product.columns > 4e6
     shared = 0.9 * 227 * 1024 if "H" in target_device().device_kind else 0.9 * 99 * 1024
+    rows = (64,) if large or product.rows <= 16 else (16, 64)
     found = []
-    for block_out, block_in, splits, warps, stages in itertools.product(
-        (16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8), (3, 4, 5)
+    for block_out, block_in, splits, warps, stages, block_rows in itertools.product(
+        (16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (2, 4, 8), (3, 4, 5), rows
     ):
         programs = math.ceil(product.out / block_out) * splits
         tiles = product.rows + block_out * (2 if product.swiglu else 1)
@@ -85,11 +86,11 @@ def candidates(product: Product, most: int) -> list[Config]:
             or product.columns % (block_in * splits)
             or 2 * stages * tiles * block_in > shared
             or block_out * block_in > 16384
-            or (large and (not 100 <= programs <= 2400 or block_out * block_in < 2048))
-            or (not large and (programs < 8 or (warps == 8 and block_out < 64) or stages == 3))
+            or (large and (not 100 <= programs <= 2400 or block_out * block_in < 2048 or warps == 2))
+            or (not large and (programs < 8 or (warps == 8 and block_out < 64) or stages != 4))
         ):
             continue
-        found.append(Config(block_out, block_in, splits, warps, stages))
+        found.append(Config(block_out, block_in, splits, warps, stages, block_rows))
     random.Random(1).shuffle(found)
     return found[:most]
 
@@ -138,12 +139,14 @@ def measure(product: Product, most: int, seconds: float, interpret: bool, thread
     keys = jax.random.split(jax.random.key(0), count + 1)
     shape = (product.out * (2 if product.swiglu else 1), product.columns)
     weights = [0.02 * jax.random.normal(key, shape, jnp.bfloat16) for key in keys[1:]]
+    # The host's look takes as long as ten calls of a small product: it must be a small part of a body.
+    weights *= max(1, CALLS // count) if size < ROTATED_BYTES / CALLS and not interpret else 1
     x = jax.random.normal(keys[0], (product.rows, product.columns), jnp.bfloat16)
     names, jobs = zip(*calls(product, most, interpret), strict=True)
 
     def build(call: Call) -> Any:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room in shared memory, for one
-            return Loop(looped(call, x, weights), (x, weights), calls=count)
+            return Loop(looped(call, x, weights), (x, weights), calls=len(weights))
         return None
 
     with ThreadPoolExecutor(threads) as pool:

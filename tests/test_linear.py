@@ -62,6 +62,17 @@ def test_splits_add_up(splits: int):
     np.testing.assert_allclose(y, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, rtol=1e-5, atol=1e-5)
 
 
+def test_programs_of_few_rows_give_the_bits_of_those_of_many():
+    rng = np.random.default_rng(3)
+    x, weight = (jnp.asarray(rng.normal(size=(rows, 96)), jnp.bfloat16) for rows in (45, 64))
+    for swiglu in (False, True):
+        one, other = (
+            kernel.linear(x, weight, None, swiglu=swiglu, dtype=jnp.bfloat16, config=config, interpret=True)
+            for config in (Config(16, 32, 1, 4, 2), Config(16, 32, 1, 4, 2, block_rows=16))
+        )
+        assert one.shape == (45, 64 // (1 + swiglu)) and jnp.array_equal(one, other)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_logits_in_fp32_of_a_model_in_bf16(implementation: str):
     rng = np.random.default_rng(2)

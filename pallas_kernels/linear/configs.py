@@ -17,6 +17,8 @@ class Config:
       splits: programs that share the columns of one block of rows, each leaving a partial sum.
       num_warps: warps a program.
       num_stages: depth of the software pipeline of loads.
+      block_rows: most rows of x a program; a power of two, at least 16. Where weights come from the second-level cache
+        anyway, programs of few rows read them again and are done sooner.
     """
 
     block_out: int
@@ -24,6 +26,7 @@ class Config:
     splits: int
     num_warps: int
     num_stages: int
+    block_rows: int = 64
 
 
 def config_for(out: int, width: int, itemsize: int) -> Config:

@@ -1,7 +1,7 @@
 """Pallas Triton kernel of a product of few rows with a weight matrix: y = x Wᵀ, [M, K] times [N, K].
 
-With so few rows the product is as fast as its weights are read, so a program owns `block_out` rows of W and up to 64
-rows of x, and walks K in a software pipeline; with `splits` several programs share those rows of W and leave partial
+With so few rows the product is as fast as its weights are read, so a program owns `block_out` rows of W and up to
+`block_rows` rows of x, and walks K in a software pipeline; with `splits` several programs share those rows of W and leave partial
 sums to be added by whoever reads them. SwiGLU costs no launch of its own: with W = [gate | up] a program owns the same
 rows of both halves.
 
@@ -21,9 +21,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.linear.configs import Config
 from pallas_kernels.tree_attention.kernel import FP32_DOT
-
-# Rows of x a program.
-MOST_ROWS = 64
 
 
 def _kernel(
@@ -116,7 +113,7 @@ def linear(
     splits = 1 if swiglu or bias is not None else config.splits
     # The interpreter's dots run on the host, where the preset does not exist.
     precision = (lax.Precision.HIGHEST if interpret else FP32_DOT) if x.dtype == jnp.float32 else None
-    block_rows = min(max(16, 1 << (rows - 1).bit_length()), MOST_ROWS)
+    block_rows = min(max(16, 1 << (rows - 1).bit_length()), config.block_rows)
     kernel = functools.partial(
         _kernel, swiglu=swiglu, splits=splits, block_rows=block_rows, block_out=config.block_out,
         block_in=min(config.block_in, max(16, 1 << (width - 1).bit_length())), precision=precision,
