@@ -260,7 +260,9 @@ class Scheduler:
                 if self._running:
                     break
                 # One that does not draft takes the state of the next that does, which can then join it.
-                usual = self.engine.spec_of(SamplingParams(), self.capacity, self.slots) if self._few_programs else request.spec
+                usual = request.spec
+                if self._few_programs:
+                    usual = self.engine.spec_of(SamplingParams(), self.capacity, self.slots)
                 self._make_state(next((r.spec for r in self._waiting if r.spec.budget), usual))
             untimed = request.spec.buckets and self.curve_key(request.spec) not in self.engine.controllers
             # Timing writes into pages, so with a cache of prefixes none may have been found yet.

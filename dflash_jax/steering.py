@@ -271,10 +271,11 @@ def with_drafts(
       reached, predicted: `settle.Evidence`, summed over all.
     """
     b = _ran(b, ran, ran * seconds[index], seconds, a)
+    past = ran if globals().get("FADE_BY_RAN") else rounds
     return dataclasses.replace(
         b,
-        short=b.short.add(index, rounds, reached, predicted, _faded(SHORT_MEMORY, rounds, a)),
-        long=b.long.add(index, rounds, reached, predicted, _faded(LONG_MEMORY, rounds, a)),
+        short=b.short.add(index, rounds, reached, predicted, _faded(SHORT_MEMORY, past, a)),
+        long=b.long.add(index, rounds, reached, predicted, _faded(LONG_MEMORY, past, a)),
         stale=[1.0 if k > index else 0.0 for k in range(len(b.stale))],
     )
 

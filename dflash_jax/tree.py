@@ -198,7 +198,7 @@ def grow_tree(
         tree = chain_tree(anchor, tokens[:, :, 0], total < _IMPOSSIBLE)
         return dataclasses.replace(tree, max_depth=length, log_probs=_nats(total))
     if tree_search.search_serves(scores.shape, budget, implementation):
-        found = tree_search.search(anchor, scores, tokens, budget=budget, spine=spine, window=window)
+        found = tree_search.search(anchor, _costs(scores), tokens, budget=budget, spine=spine, window=window)
         return Tree(*found, max_depth=length)
     tree = _assemble(anchor, tokens, *_take_best(_costs(scores), spine, budget))
     return dataclasses.replace(tree, max_depth=length)

@@ -1,9 +1,9 @@
 """Pallas Triton kernel of a product of few rows with a weight matrix: y = x Wᵀ, [M, K] times [N, K].
 
 With so few rows the product is as fast as its weights are read, so a program owns `block_out` rows of W and up to
-`block_rows` rows of x, and walks K in a software pipeline; with `splits` several programs share those rows of W and leave partial
-sums to be added by whoever reads them. SwiGLU costs no launch of its own: with W = [gate | up] a program owns the same
-rows of both halves.
+`block_rows` rows of x, and walks K in a software pipeline; with `splits` several programs share those rows of W and
+leave partial sums to be added by whoever reads them. SwiGLU costs no launch of its own: with W = [gate | up] a program
+owns the same rows of both halves.
 
 Rows beyond M are zeros to the matrix unit, which wants 16 at least, and cost nothing but registers.
 """

@@ -39,7 +39,7 @@ def top_candidates_serve(
 
 
 def search_serves(shape: tuple[int, ...], budget: int, implementation: Implementation = "auto") -> bool:
-    """Whether `search` builds trees of this budget from scores of edges of this shape, [B, L, K].
+    """Whether `search` builds trees of this budget from costs of edges of this shape, [B, L, K].
 
     It gives the fields of a `dflash_jax.tree.Tree` (tokens, parents, depths, ancestors, valid, order, log_probs), all
     as the reference does.

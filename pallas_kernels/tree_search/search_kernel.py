@@ -1,9 +1,12 @@
-"""Pallas Triton kernel of the search for the best prefixes: all of `dflash_jax.tree.grow_tree` after its scores.
+"""Pallas Triton kernel of the search for the best prefixes: all of `dflash_jax.tree.grow_tree` after its costs.
 
 A program, of one warp, a slot. Every taken node has one candidate, its best child that is not taken yet; each step
 takes the cheapest of them. That is as many steps as there are nodes beside the spine, but a step is two reductions over
-a warp's registers and three loads from its cache, and they need no barrier: 0.1 to 0.2 us. What follows puts the nodes
+a warp's registers and two loads from its cache, and they need no barrier: 0.1 to 0.2 us. What follows puts the nodes
 into the order of rows. The result is that of the reference to the last bit, equal costs included.
+
+A step waits for the one before, so it is made of as few operations as can be: costs come as integers, with a border of
+impossible ones, and what orders candidates of equal cost is one number. A warp reduces 32 numbers in one instruction.
 """
 
 import functools
@@ -24,21 +27,13 @@ IMPOSSIBLE = (1 << 30) - 1
 # A candidate in one number, in the order that breaks ties: depth of its parent, the parent, and its rank.
 _BITS = 10
 MAX_BUDGET = (1 << _BITS) - 1
+WARP = 32
 # Numbers of a matrix that a warp holds at once.
 _AT_ONCE = 2048
 
 
-def cost_of(score):
-    """Nats as a cost, see `dflash_jax.tree._costs`. It rounds to even, as sums of fp32 do that lose their fraction."""
-    possible = score > -IMPOSSIBLE / UNITS_PER_NAT
-    units = -jnp.minimum(jnp.where(possible, score, 0.0), 0.0) * UNITS_PER_NAT
-    whole = float(1 << 23)
-    units = jnp.where(units < whole, (units + whole) - whole, units)
-    return jnp.where(possible, units.astype(jnp.int32), IMPOSSIBLE)
-
-
 def _kernel(
-    scores_ref,  # [B, L, K]
+    costs_ref,  # [B, L + 2, K + 2], impossible from L and K on
     candidates_ref,  # [B, L, K]
     anchor_ref,  # [B]
     tokens_ref,  # [B, N]
@@ -55,58 +50,50 @@ def _kernel(
     spine: int,
     barrier,
 ):
-    length, k = scores_ref.shape[1:]
+    length, k = candidates_ref.shape[1:]
     size = tokens_ref.shape[1]
     slot = pl.program_id(0)
-    node = jnp.arange(pl.next_power_of_2(size))
+    node = jnp.arange(max(pl.next_power_of_2(size), WARP))
     real = node < size
-
-    def edge(level, rank):
-        inside = (level < length) & (rank < k)
-        score = scores_ref[slot, jnp.minimum(level, length - 1), jnp.minimum(rank, k - 1)]
-        return jnp.where(inside, cost_of(score), IMPOSSIBLE)
 
     # The spine's nodes as far as they are possible; the candidate of each is its second child, of the last its first.
     total = held = jnp.int32(0)
     base = jnp.where(node == 0, 0, IMPOSSIBLE)
     for level in range(spine):
-        total = jnp.minimum(total + edge(level, 0), IMPOSSIBLE)
+        total = jnp.minimum(total + costs_ref[slot, level, 0], IMPOSSIBLE)
         held += (total < IMPOSSIBLE).astype(jnp.int32)
         base = jnp.where(node == level + 1, total, base)
     on_spine = node <= held
-    second = plgpu.load(scores_ref.at[slot, jnp.minimum(node, length - 1), min(1, k - 1)])
-    candidate = jnp.where((node < held) & (k > 1), cost_of(second), IMPOSSIBLE)
-    candidate = jnp.where(node == held, edge(held, 0), candidate)
+    second = plgpu.load(costs_ref.at[slot, jnp.minimum(node, length), 1])
+    candidate = jnp.where(node < held, second, IMPOSSIBLE)
+    candidate = jnp.where(node == held, costs_ref[slot, held, 0], candidate)
     cost = jnp.minimum(base + candidate, IMPOSSIBLE)
-    depth = jnp.where(on_spine, node, 0)
-    following = jnp.where(node < held, 1, 0)  # rank of the candidate
+    place = (jnp.where(on_spine, node, 0) << (2 * _BITS)) | (node << _BITS) | (node < held).astype(jnp.int32)
     parent, rank = jnp.where(on_spine, node - 1, -1), jnp.zeros_like(node)
 
     def take(index, carry):
-        count, base, cost, depth, following, parent, rank = carry
+        count, base, cost, place, parent, rank = carry
         best = jnp.min(cost)
-        place = (depth << (2 * _BITS)) | (node << _BITS) | following
-        place = jnp.min(jnp.where(cost == best, place, jnp.iinfo(jnp.int32).max))
-        above, own, at = place >> (2 * _BITS), (place >> _BITS) & MAX_BUDGET, place & MAX_BUDGET
-        new = node == index
+        chosen = jnp.min(jnp.where(cost == best, place, jnp.iinfo(jnp.int32).max))
+        above, own, at = chosen >> (2 * _BITS), (chosen >> _BITS) & MAX_BUDGET, chosen & MAX_BUDGET
         # The next one at this depth, and the first one below.
-        beside = best - edge(above, at) + edge(above, at + 1)
-        beside = jnp.where(at + 1 < k, jnp.minimum(beside, IMPOSSIBLE), IMPOSSIBLE)
-        below = jnp.minimum(best + edge(above + 1, 0), IMPOSSIBLE)
-        old = (node == own) & (best < IMPOSSIBLE)
-        new &= best < IMPOSSIBLE
+        beside = jnp.minimum(base + costs_ref[slot, above, at + 1], IMPOSSIBLE)
+        below = jnp.minimum(best + costs_ref[slot, above + 1, 0], IMPOSSIBLE)
+        possible = best < IMPOSSIBLE
+        old, new = (node == own) & possible, (node == index) & possible
         return (
-            count + (best < IMPOSSIBLE).astype(jnp.int32),
+            count + possible.astype(jnp.int32),
             jnp.where(new, best, base),
             jnp.where(new, below, jnp.where(old, beside, cost)),
-            jnp.where(new, above + 1, depth),
-            jnp.where(old, at + 1, jnp.where(new, 0, following)),
+            jnp.where(new, ((above + 1) << (2 * _BITS)) | (index << _BITS), place + old.astype(jnp.int32)),
             jnp.where(new, own, parent),
             jnp.where(new, at, rank),
         )
 
-    carry = (held, base, cost, depth, following, parent, rank)
-    count, base, _, depth, _, parent, rank = lax.fori_loop(held + 1, size, take, carry)
+    count, base, _, place, parent, rank = lax.fori_loop(
+        held + 1, size, take, (held, base, cost, place, parent, rank)
+    )
+    depth = place >> (2 * _BITS)
     taken = real & (node <= count)
     plgpu.store(depth_ref.at[slot, node], jnp.where(taken, depth, length + 1), mask=real)
     barrier()
@@ -162,13 +149,13 @@ def _kernel(
         plgpu.store(ancestors_ref.at[slot, row, jnp.maximum(at, 0)], at >= 0, mask=at >= 0)
         return jnp.where(at >= 0, plgpu.load(parents_ref.at[slot, jnp.maximum(at, 0)]), -1)
 
-    lax.fori_loop(0, length + 1, climb, jnp.where(real, row, -1))
+    lax.fori_loop(0, jnp.max(jnp.where(taken, depth, 0)) + 1, climb, jnp.where(real, row, -1))
 
 
 @compiled_once("budget", "spine", "window", "interpret")
 def search(
     anchor: Int[Array, "B"],
-    scores: Float[Array, "B L K"],
+    costs: Int[Array, "B L K"],
     candidates: Int[Array, "B L K"],
     *,
     budget: int,
@@ -180,7 +167,8 @@ def search(
     Int[Array, "B N"], Float[Array, "B N"], Int[Array, "B N W"] | None,
 ]:  # fmt: skip
     """See `pallas_kernels.tree_search.api.search_serves`; `window` is that of `dflash_jax.tree.ancestor_index`."""
-    batch, rows = scores.shape[0], budget + 1
+    batch, rows = costs.shape[0], budget + 1
+    costs = jnp.pad(costs, ((0, 0), (0, 2), (0, 2)), constant_values=IMPOSSIBLE)
 
     def numbers(*size, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((batch, *size), dtype)
@@ -196,5 +184,5 @@ def search(
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="tree_search",
-    )(scores.astype(jnp.float32), candidates, anchor.astype(jnp.int32))  # fmt: skip
+    )(costs, candidates, anchor.astype(jnp.int32))  # fmt: skip
     return *results[:7], results[9] if window else None

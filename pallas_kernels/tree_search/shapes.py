@@ -24,6 +24,6 @@ def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
             function = functools.partial(candidates_kernel.top_candidates, k=k)
             yield f"draft_candidates/{name}/{k}", function, (jax.ShapeDtypeStruct((1, depths, vocab), jnp.float32),)
     for budget in BUDGETS:
-        scores, ids = (jax.ShapeDtypeStruct((1, 15, budget), dtype) for dtype in (jnp.float32, jnp.int32))
+        ids = jax.ShapeDtypeStruct((1, 15, budget), jnp.int32)
         function = functools.partial(search_kernel.search, budget=budget, spine=0, window=3)
-        yield f"tree_search/{budget}", function, (jax.ShapeDtypeStruct((1,), jnp.int32), scores, ids)
+        yield f"tree_search/{budget}", function, (jax.ShapeDtypeStruct((1,), jnp.int32), ids, ids)
