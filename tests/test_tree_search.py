@@ -74,7 +74,7 @@ def test_trees_are_those_of_the_reference(kernels: None, policy: Any, length: in
         values = jnp.asarray(scores, jnp.float32)
         tokens = jnp.asarray(rng.integers(0, 1000, size=values.shape), jnp.int32)
         anchor = jnp.asarray([3, 4], jnp.int32)
-        got = tree.grow_tree(anchor, values, tokens, budget, policy, length, window=3)
+        got = tree.grow_tree(anchor, values, tokens, budget, policy, length, "pallas", window=3)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(op, "search_serves", lambda *_: False)
             want = tree.grow_tree(anchor, values, tokens, budget, policy, length)
