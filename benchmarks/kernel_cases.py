@@ -345,7 +345,9 @@ class Layer:
                 return mixer_reference.gdn_front(inputs, window, *others, ancestors=mask, **options)
             launch = config or front_config(target_device().device_kind, rows)
             first, mask = jnp.zeros((1,), jnp.int32), None if mask is None else packed(mask)
-            return mixer_kernel.gdn_front(first, inputs, window[None], *others, mask, **options, config=launch)
+            return mixer_kernel.gdn_front(
+                first, inputs, window[None], *others, ancestors=mask, **options, config=launch
+            )
 
         gates = rows * h.value_heads * (4 + self.width + 8)
         return Case(
