@@ -194,9 +194,9 @@ class Layer:
     def tree(self, rows: int) -> Case:
         """`tree_delta_rule`.
 
-        Bytes: the layer's state Hv·d²·4; the rows' operands; mask N²; outputs and innovations 2·N·Hv·d·4. Flops: keys
-        and queries times state 4·N·d²·Hv (mixed); keys and queries times keys, the lower halves, 2·N²·d·Hk (model);
-        solve and scores times innovations, lower halves, 2·N²·d·Hv (full).
+        Bytes: the layer's state Hv·d²·4; the rows' operands, values in fp32; mask N²; outputs and innovations
+        2·N·Hv·d·4. Flops: keys and queries times state 4·N·d²·Hv (mixed); keys and queries times keys, lower halves,
+        2·N²·d·Hk (model); solve and scores times innovations, lower halves, 2·N²·d·Hv (full).
         """
         h, p = self.heads, self.passes
         _, ancestors = random_tree(rows)
@@ -234,6 +234,7 @@ class Layer:
         if rows == 1:
             configs = tuple(StepConfig(dv, warps) for dv in (16, 32, 64, 128) for warps in (1, 2, 4, 8))
         results = rows * h.value_heads * 2 * h.dim * 4
+        operands = self._row_bytes(rows) + rows * h.value_heads * h.dim * (4 - self.width)
         flops = (
             4 * rows * h.dim**2 * h.value_heads * p.mixed
             + 2 * rows**2 * h.dim * (h.key_heads * p.model + h.value_heads * p.full)
@@ -242,7 +243,7 @@ class Layer:
         return Case(
             op="tree_delta_rule", name=f"tree_delta_rule/{self.name}/{rows}", build=build, call=call,
             chain=((1, 2),), nudged=(0, 1, 4),
-            layers=h.layers, moved=self.state_bytes + self._row_bytes(rows) + rows**2 + results, flops=flops,
+            layers=h.layers, moved=self.state_bytes + operands + rows**2 + results, flops=flops,
             configs=configs,
             counterpart=("tree", h, rows, ancestors),
         )  # fmt: skip
@@ -402,14 +403,14 @@ class Layer:
 
             @jax.jit  # traced and lowered once for all layers
             def one(mixed: Operands, states: jax.Array, z: jax.Array, layer: Any) -> Operands:
-                q, k, v, beta, g = front.call(mixed, layer, implementation, None)
-                out, u, total = tree.call((q, k, v, beta, g, states, mask), layer, implementation, None)
+                q, k, v, beta, total = front.call(mixed, layer, implementation, None)
+                out, u = tree.call((q, k, v, beta, total, states, mask), layer, implementation, None)
                 return norm.call((out, z, weight), layer, implementation, None)[0], k, u, total
 
             kept = []
             for i in range(h.layers):
+                # Gates of the layer before: orders the layers, as the residual stream does in the model.
                 z, k, u, total = one(tuple(mixed), states, z, np.int32(i))
-                mixed[4] = total  # orders the layers, as the residual stream does in the model
                 kept.append((k, u, total))
             stacked = [jnp.stack(x) for x in zip(*kept, strict=True)]
             (states,) = commit.call((states, *stacked, path, count), 0, implementation, None)

@@ -256,10 +256,10 @@ def test_programs_say_what_was_compiled_for_a_round(any_device: None) -> None:
     programs = Programs(load(dtype="float32").target, None)
 
     def compiled(spec: RoundSpec, refused: str | None) -> None:
-        def function(x: jax.Array) -> jax.Array:
+        def function(x: jax.Array) -> tuple[jax.Array, None]:
             dispatch.resolve("gdn_scan", "auto")
             dispatch.resolve("tree_attention", "auto", refused)
-            return x
+            return x, None
 
         programs._get((spec, refused), "decode", function, (jnp.zeros(1),))
 
