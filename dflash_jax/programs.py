@@ -34,6 +34,8 @@ from dflash_jax.steering import Steering
 from dflash_jax.target import Target
 from pallas_kernels import dispatch
 
+# Devices whose memory is not the host's.
+_APART = ("gpu", "cuda")
 # From how many rows on products with weights are left to cuBLAS, and of how wide a model.
 CUBLAS_ROWS, CUBLAS_WIDTH = 33, 2048
 
@@ -54,11 +56,11 @@ def _options(rows: int, width: int) -> dict[str, bool | int | str] | None:
 
 
 def _on_host(mesh: Mesh | None, devices: Sequence[jax.Device]) -> jax.sharding.Sharding | None:
-    """Where a program of a GPU puts what the host will read; None for where it is.
+    """Where a program puts what the host will read, if the device's memory is another; None for where it is.
 
     A copy that the program makes is part of it. One that the host asks for afterwards takes 0.2 ms to set up.
     """
-    if devices[0].platform not in ("gpu", "cuda"):
+    if devices[0].platform not in _APART:
         return None
     if mesh is None:
         return jax.sharding.SingleDeviceSharding(devices[0], memory_kind="pinned_host")

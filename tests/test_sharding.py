@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import dflash_jax
-from dflash_jax import Engine, SamplingParams, UserError
+from dflash_jax import Engine, SamplingParams, UserError, programs
 from dflash_jax.budget import BudgetController, LatencyCurve
+from dflash_jax.packing import Packed
 from dflash_jax.round import DecodeState
 from dflash_jax.sharding import (
     REPLICATED,
@@ -86,6 +87,21 @@ def test_other_architectures_on_two_devices(tmp_path: Path, architecture: str):
     assert [c.token_ids for c in one.generate(PROMPTS[:2], METHODS["ddtree"])] == expected
     for method in ("ar", "ddtree"):
         assert [c.token_ids for c in two.generate(PROMPTS[:2], METHODS[method])] == expected
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_results_in_the_hosts_memory_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int):
+    """As programs of GPUs leave them."""
+    folders = save_random_pair(tmp_path, heads=1)
+    usual = dflash_jax.load(*folders, dtype="float32")
+    expected = [c.token_ids for c in usual.generate(PROMPTS[:2], METHODS["ddtree"])]
+    fetch, kinds = Packed.fetch, set()
+    monkeypatch.setattr(Packed, "fetch", lambda self: kinds.add(self.words.sharding.memory_kind) or fetch(self))
+    monkeypatch.setattr(programs, "_APART", ("cpu",))
+    apart = dflash_jax.load(*folders, tp=tp, dtype="float32")
+    assert [c.token_ids for c in apart.generate(PROMPTS[:2], METHODS["ddtree"])] == expected
+    assert [c.token_ids for c in apart.stream(PROMPTS[0], METHODS["ddtree"])][-1]
+    assert kinds == {"pinned_host"}
 
 
 @pytest.mark.parametrize("method", METHODS)
