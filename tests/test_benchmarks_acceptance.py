@@ -95,7 +95,7 @@ def test_a_record_a_table_and_pictures(tmp_path: Path, capsys):
     for ar, tree, auto in (record["methods"][:3], record["methods"][3:]):
         assert ar["prompts"] == tree["prompts"] == tree["same_tokens_as_first_method"] == 2
         assert auto["same_tokens_as_first_method"] == 2 and sum(auto["tree_budgets"].values()) == auto["rounds"]
-        assert tree["tree_budgets"] == {"7": tree["rounds"]} and set(auto["tree_budgets"]) <= {"0", "3", "7", "15"}
+        assert tree["tree_budgets"] == {"7": tree["rounds"]} and set(auto["tree_budgets"]) <= {"0", "1", "3", "7"}
         assert ar["taken_by_depth_and_rank"] is None and ar["rounds"] == ar["tokens"]
         assert tree["attempts_by_depth"][0] == tree["rounds"]
         assert tree["tau"] == pytest.approx(tree["tokens"] / tree["rounds"])
