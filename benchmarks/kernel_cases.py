@@ -405,12 +405,12 @@ class Layer:
             def one(mixed: Operands, states: jax.Array, z: jax.Array, layer: Any) -> Operands:
                 q, k, v, beta, total = front.call(mixed, layer, implementation, None)
                 out, u = tree.call((q, k, v, beta, total, states, mask), layer, implementation, None)
-                return norm.call((out, z, weight), layer, implementation, None)[0], k, u, total
+                return norm.call((out, z, weight), layer, implementation, None)[0], beta, k, u, total
 
             kept = []
             for i in range(h.layers):
-                # Gates of the layer before: orders the layers, as the residual stream does in the model.
-                z, k, u, total = one(tuple(mixed), states, z, np.int32(i))
+                # Strengths of the layer before: no front is the one before it, which XLA would make once for all.
+                z, mixed[4], k, u, total = one(tuple(mixed), states, z, np.int32(i))
                 kept.append((k, u, total))
             stacked = [jnp.stack(x) for x in zip(*kept, strict=True)]
             (states,) = commit.call((states, *stacked, path, count), 0, implementation, None)

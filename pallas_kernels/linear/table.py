@@ -57,7 +57,7 @@ def file_name(device_kind: str) -> str:
 
 
 def read(path: Path) -> dict[Product, Config | None]:
-    """A table's products, with None where XLA was as fast.
+    """A table's products, with None for those that are left to XLA.
 
     Raises:
       ValueError: the file is not a table.
