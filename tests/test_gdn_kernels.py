@@ -179,7 +179,7 @@ def test_interpreted_tree_rule_over_several_tiles(tile: int):
 
 @pytest.mark.parametrize("rows", [2, 16, 31, 33])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_interpreted_tree_rule_with_all_inverses_at_once(dtype: Any, rows: int):
+def test_interpreted_tree_rule_that_reads_ahead(dtype: Any, rows: int):
     check_tree("interpret", problem(rows, slots=2, dtype=dtype, seed=rows), ahead=True)
     check_tree("interpret", problem(rows, dtype=dtype, chain=True, alike=True), ahead=True)
 

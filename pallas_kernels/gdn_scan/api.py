@@ -9,7 +9,7 @@ arithmetic, the state and all results are fp32.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.ancestry import packed
+from pallas_kernels.ancestry import packed, unpacked
 from pallas_kernels.dispatch import Implementation, resolve, target_device
 from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, reference, step_kernel, tree_kernel
 from pallas_kernels.gdn_scan.configs import table_for
@@ -76,7 +76,7 @@ def tree_delta_rule(
     beta: Float[Array, "B N Hv"],
     path_decay: Float[Array, "B N Hv"],
     state: Float[Array, "B Hv dk dv"] | Float[Array, "L B Hv dk dv"],
-    ancestors: Bool[Array, "B N N"],
+    ancestors: Bool[Array, "B N N"] | Int[Array, "B N S"],
     *,
     layer: int | None = None,
     implementation: Implementation = "auto",
@@ -90,7 +90,7 @@ def tree_delta_rule(
       path_decay: sums of g along each root path, the row's own included (`gdn_mixer.gdn_front` makes them).
       state: committed states of one layer, or those of all layers with `layer` naming one. A kernel reads the one it
         needs where it lies; cutting a layer out beforehand would copy it.
-      ancestors: ancestor-or-self mask.
+      ancestors: ancestor-or-self mask, or its words (`ancestry.packed`), which spare kernels the packing.
       layer: see `state`.
       implementation: "auto", "xla" or "pallas".
 
@@ -103,7 +103,7 @@ def tree_delta_rule(
     rows = q.shape[1]
     if resolve("gdn_scan", implementation, unsupported(k, v, rows=rows)) == "xla":
         one = state if layer is None else state[layer]
-        return reference.tree_delta_rule(q, k, v, beta, path_decay, one, ancestors)
+        return reference.tree_delta_rule(q, k, v, beta, path_decay, one, unpacked(ancestors))
     if layer is None:
         state, layer = state[None], 0
     table = table_for(target_device().device_kind, k.dtype)

@@ -24,8 +24,7 @@ class TreeConfig:
       num_warps, num_stages: warps a program, depth of the sweep's pipeline.
       two_sweeps: take the queries' products in a sweep of their own, after the innovations: half the accumulators to
         hold, for a second trip to the cache for keys and state.
-      ahead: read everything before the first product, and multiply by the inverses of all tiles at once, so that a
-        tile waits for one product of each before it. For few rows of narrow heads, as it takes registers.
+      ahead: read everything before the first product. For few rows of narrow heads, as it takes registers.
       narrow: key dims up to which a head's keys are a single step, with half as many value dims a program. Of wider
         heads nothing is `ahead`.
     """
@@ -146,10 +145,15 @@ _FP32 = Table(
 
 # By a part of the device kind that the driver reports, then bytes a number. Any other device gets the A6000's.
 A6000 = {2: _BF16_AMPERE, 4: _FP32}
-# As swept on an H200 at the 27B widths: less arithmetic in small tiles beats fewer of them. And at the bundled pair's.
+# As swept on an H200 at the 27B widths, and up to 32 rows at the bundled pair's.
 _HOPPER_TREE = TreeConfig(16, 64, 32, "bf16x2", narrow=64)
 _BF16_HOPPER = Table(
-    tree=_BF16.tree | {n: dataclasses.replace(_HOPPER_TREE, ahead=n < 64) for n in (16, 32, 64)},
+    tree=_BF16.tree
+    | {
+        16: dataclasses.replace(_HOPPER_TREE, ahead=True),
+        32: _HOPPER_TREE,
+        64: dataclasses.replace(_HOPPER_TREE, tile=32, narrow=0, num_stages=3),
+    },
     commit=_BF16.commit,
     chunk=dataclasses.replace(_BF16.chunk, num_stages=1),
 )

@@ -1,13 +1,12 @@
 """Pallas Triton kernel of the tree form: one program a (slot, value head, block of value dims), one launch.
 
 A program loads its head's keys and queries, reads its block of the committed state once, and does the rest in
-registers and shared memory: decays, inverses, the innovations and the outputs. Programs of one head repeat
-the inverses. That costs no time while there are fewer programs than multiprocessors can hold, and a kernel of its own
-for them would cost a launch and a trip through memory.
+registers and shared memory: decays, the innovations and the outputs. Programs of one head repeat the products of its
+keys. That costs no time while there are fewer programs than multiprocessors can hold, and a kernel of its own for them
+would cost a launch and a trip through memory.
 
-I + A is solved by forward substitution over tiles of rows, each diagonal tile by its inverse. Small tiles do less
-arithmetic and need fewer registers, large ones have fewer steps that wait for each other. Where registers allow, all
-that waits for no other tile comes first (`TreeConfig.ahead`): the inverses, side by side, and their products.
+I + A is solved by forward substitution over tiles of rows, and in a tile by doubling (`dots.unit_lower_solve`). Small
+tiles do less arithmetic and need fewer registers, large ones have fewer steps that wait for each other.
 
 Rows are padded to a power of two that a matrix unit takes (16, 32, 64, 128). A padding row has no ancestors, not even
 itself, and zero keys and values, hence zero innovations. It is never loaded nor stored.
@@ -24,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.ancestry import WORD, bit
 from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.gdn_scan.configs import TreeConfig
-from pallas_kernels.gdn_scan.dots import dot, unit_lower_inverses
+from pallas_kernels.gdn_scan.dots import dot, unit_lower_solve
 
 MAX_ROWS = 128
 
@@ -132,31 +131,19 @@ def _kernel(
     def coupling(i, j):
         return beta[i][:, None] * decay[i, j] * similar[i, j]
 
-    def inverses(of):
-        return unit_lower_inverses([coupling(i, i) for i in of], row, column, config.dot, interpret=interpret)
-
     def right(i):
         rise = jnp.exp(total[i])[:, None]
         return beta[i][:, None] * (values(i).astype(jnp.float32) - rise * read_k[i])
 
-    # Forward substitution: what earlier tiles wrote, then the tile's own inverse.
+    # Forward substitution: what earlier tiles wrote, then the tile's own system.
     u = []
-    if rows == 1:
-        u = [right(0)]
-    elif config.ahead:
-        own = inverses(tiles)
-        joined = {(i, j): product(own[i], coupling(i, j)) for i, j in pairs if j < i}
-        alone = [product(own[i], right(i)) for i in tiles]
-        for i in tiles:
-            u.append(alone[i])
-            for j in range(i):
-                u[i] -= product(joined[i, j], u[j])
-    else:
-        for i in tiles:
-            left = right(i)
-            for j in range(i):
-                left -= product(coupling(i, j), u[j])
-            u.append(product(inverses([i])[0], left))
+    for i in tiles:
+        left = right(i)
+        for j in range(i):
+            left -= product(coupling(i, j), u[j])
+        if rows > 1:
+            left = unit_lower_solve(coupling(i, i), left, row, column, config.dot, interpret=interpret)
+        u.append(left)
 
     scores, read_q = sweep(q_ref)[0] if config.two_sweeps else swept[1]
     for i in tiles:
