@@ -117,7 +117,7 @@ class GatedDeltaNet(nnx.Module):
         self,
         x: Float[Array, "B N D"],
         valid: Bool[Array, "B N"],
-        ancestors: Bool[Array, "B N N"] | None,
+        ancestors: Bool[Array, "B N N"] | Int[Array, "B N S"] | None,
         conv_taps: Int[Array, "B N W"] | None,
         state: Float[Array, "B Hv dk dv"] | Float[Array, "L B Hv dk dv"],
         window: Float[Array, "B W C"] | Float[Array, "L B W C"],
@@ -131,7 +131,7 @@ class GatedDeltaNet(nnx.Module):
         Args:
           x: normed rows.
           valid: padding rows are False; they leave the state untouched.
-          ancestors: ancestor-or-self mask of tree rows, or None for causal rows.
+          ancestors: ancestor-or-self mask of tree rows or its words (`ancestry.packed`), or None for causal rows.
           conv_taps: see `convolve`; None exactly when `ancestors` is.
           state, window: this layer's committed state and raw inputs; or those of all layers with `layer` naming this
             one, which spares kernels a copy of either.

@@ -234,6 +234,7 @@ def verify(
         valid=tree.valid,
         ancestors=tree.ancestors,
         conv_taps=earlier,
+        words=tree.words,
     )
     context = Context(
         pages=state.cache.kv,

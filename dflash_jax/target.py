@@ -24,6 +24,7 @@ class Rows:
       positions: absolute positions (start + depth).
       valid: False for padding rows, which leave every state untouched.
       ancestors: ancestor-or-self mask of tree rows; None for causal rows (prefill, training).
+      words: that mask as words of bits (`ancestry.packed`), if they are at hand.
       conv_taps: earlier rows that the causal convolution reads (`tree.ancestor_index`); None for causal rows.
     """
 
@@ -32,6 +33,7 @@ class Rows:
     valid: Bool[Array, "B N"]
     ancestors: Bool[Array, "B N N"] | None = None
     conv_taps: Int[Array, "B N W"] | None = None
+    words: Int[Array, "B N S"] | None = None
 
 
 @struct.dataclass
@@ -195,7 +197,7 @@ class Target(nnx.Module):
                     mixed, delta = layer.linear_attn(
                         normed,
                         rows.valid,
-                        rows.ancestors,
+                        rows.ancestors if rows.words is None else rows.words,
                         rows.conv_taps,
                         context.recurrent,
                         context.conv,

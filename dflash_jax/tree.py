@@ -53,7 +53,7 @@ __all__ = [
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "parents", "depths", "ancestors", "valid", "order", "log_probs", "earlier"],
+    data_fields=["tokens", "parents", "depths", "ancestors", "valid", "order", "log_probs", "earlier", "words"],
     meta_fields=["max_depth"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Tree:
         log_probs: score of the row's prefix in nats (0 for node 0), under the policies here its log-probability;
             None where a chain was not built from scores.
         earlier: what :func:`ancestor_index` says of them, where the search has been asked for it and says so itself.
+        words: ``ancestors`` as words of bits (``pallas_kernels.ancestry.packed``), where the search gives them as well.
         max_depth: static upper bound of the depths (``L``).
     """
 
@@ -86,6 +87,7 @@ class Tree:
     order: Int[Array, "B N"] | None = None
     log_probs: Float[Array, "B N"] | None = None
     earlier: Int[Array, "B N W"] | None = None
+    words: Int[Array, "B N S"] | None = None
     max_depth: int = dataclasses.field(kw_only=True)
 
 

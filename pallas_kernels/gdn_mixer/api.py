@@ -6,7 +6,7 @@ With the tree rule between them they are all of a layer that is not a product wi
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.ancestry import packed
+from pallas_kernels.ancestry import packed, unpacked
 from pallas_kernels.dispatch import Implementation, resolve, target_device
 from pallas_kernels.gdn_mixer import kernel, reference
 from pallas_kernels.gdn_mixer.configs import front_config, norm_config
@@ -41,7 +41,7 @@ def gdn_front(
     *,
     key_heads: int,
     key_dim: int,
-    ancestors: Bool[Array, "B N N"] | None = None,
+    ancestors: Bool[Array, "B N N"] | Int[Array, "B N S"] | None = None,
     layer: int | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[
@@ -67,7 +67,8 @@ def gdn_front(
       a_log, dt_bias: fp32 parameters of the decay.
       valid: False in padding rows.
       key_heads, key_dim: key heads and their width; the rest of the channels are values.
-      ancestors: ancestor-or-self mask of tree rows; None exactly when `taps` is.
+      ancestors: ancestor-or-self mask of tree rows, or its words (`ancestry.packed`), which spare kernels the packing;
+        None exactly when `taps` is.
       layer: see `window`.
       implementation: "auto", "xla" or "pallas".
 
@@ -88,7 +89,7 @@ def gdn_front(
         return reference.gdn_front(
             projected[..., :channels], window if layer is None else window[layer], taps, weight,
             projected[..., starts[0] : starts[1]], projected[..., starts[1] :], a_log, dt_bias, valid,
-            key_heads=key_heads, key_dim=key_dim, ancestors=ancestors,
+            key_heads=key_heads, key_dim=key_dim, ancestors=None if ancestors is None else unpacked(ancestors),
         )  # fmt: skip
     if layer is None:
         window, layer = window[None], 0

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.ancestry import WORD
 from pallas_kernels.dispatch import compiled_once
 
 # Costs, see `dflash_jax.tree`; twice the largest is still an int32.
@@ -28,6 +29,8 @@ IMPOSSIBLE = (1 << 30) - 1
 _BITS = 10
 MAX_BUDGET = (1 << _BITS) - 1
 WARP = 32
+# Of an ancestor mask's row: as many as a way up keeps in registers, and as the kernels of verification take.
+MAX_WORDS = 4
 # Numbers of a matrix that a warp holds at once.
 _AT_ONCE = 2048
 
@@ -45,9 +48,10 @@ def _kernel(
     log_probs_ref,  # [B, N]
     depth_ref,  # [B, N]: by node, as the next one
     row_ref,  # [B, N]
-    earlier_ref=None,  # [B, N, W]
-    *,
+    *optional_refs,  # words [B, N, S], earlier [B, N, W]
     spine: int,
+    words: int,
+    window: int,
     barrier,
 ):
     length, k = candidates_ref.shape[1:]
@@ -55,6 +59,7 @@ def _kernel(
     slot = pl.program_id(0)
     node = jnp.arange(max(pl.next_power_of_2(size), WARP))
     real = node < size
+    width = min(max(_AT_ONCE // node.shape[0], 1), node.shape[0])
 
     # The spine's nodes as far as they are possible; the candidate of each is its second child, of the last its first.
     total = held = jnp.int32(0)
@@ -100,7 +105,6 @@ def _kernel(
 
     # Rows are sorted by depth, then as they were taken; what was not taken comes last.
     own_depth = jnp.where(taken, depth, length + 1)
-    width = min(max(_AT_ONCE // node.shape[0], 1), node.shape[0])
 
     def before(step, row):
         other = step * width + jnp.arange(width)
@@ -124,11 +128,12 @@ def _kernel(
     total = jnp.where(taken, base, IMPOSSIBLE).astype(jnp.float32)
     plgpu.store(log_probs_ref.at[slot, row], -total / UNITS_PER_NAT, mask=real)
     barrier()
+
     above = plgpu.load(row_ref.at[slot, jnp.maximum(parent, 0)])
     above = jnp.where(taken & (node > 0), above, -1)
     plgpu.store(parents_ref.at[slot, row], above, mask=real)
 
-    # Ancestors: none, then those that each row's way up meets.
+    # No row is known to be an ancestor yet.
     def clear(step, carry):
         rows = step * width + jnp.arange(width)
         cell = (slot, rows[None, :], node[:, None])
@@ -139,17 +144,30 @@ def _kernel(
     lax.fori_loop(0, pl.cdiv(size, width), clear, 0)
     barrier()
 
-    if earlier_ref is not None:
-        at = row
-        for place in range(earlier_ref.shape[2]):
-            at = jnp.where(at >= 0, plgpu.load(parents_ref.at[slot, jnp.clip(at, 0, size - 1)]), at - 1)
-            plgpu.store(earlier_ref.at[slot, row, place], at, mask=real)
+    def up(at):
+        return jnp.where(at >= 0, plgpu.load(parents_ref.at[slot, jnp.clip(at, 0, size - 1)]), -1)
 
-    def climb(step, at):
+    if window:
+        at = above
+        plgpu.store(optional_refs[-1].at[slot, row, 0], at, mask=real)
+        for place in range(1, window):
+            at = jnp.where(at >= 0, up(at), at - 1)
+            plgpu.store(optional_refs[-1].at[slot, row, place], at, mask=real)
+
+    def climb(_, carry):
+        at, *bits = carry
         plgpu.store(ancestors_ref.at[slot, row, jnp.maximum(at, 0)], at >= 0, mask=at >= 0)
-        return jnp.where(at >= 0, plgpu.load(parents_ref.at[slot, jnp.maximum(at, 0)]), -1)
+        own = jnp.where(at >= 0, lax.shift_left(jnp.int32(1), at & (WORD - 1)), 0)
+        if words > 1:
+            bits = [x | jnp.where(at // WORD == number, own, 0) for number, x in enumerate(bits)]
+        else:
+            bits = [x | own for x in bits]
+        return up(at), *bits
 
-    lax.fori_loop(0, jnp.max(jnp.where(taken, depth, 0)) + 1, climb, jnp.where(real, row, -1))
+    start = (jnp.where(real, row, -1), *[jnp.zeros_like(node)] * words)
+    _, *bits = lax.fori_loop(0, jnp.max(jnp.where(taken, depth, 0)) + 1, climb, start)
+    for number, word in enumerate(bits):
+        plgpu.store(optional_refs[0].at[slot, row, number], word, mask=real)
 
 
 @compiled_once("budget", "spine", "window", "interpret")
@@ -164,25 +182,32 @@ def search(
     interpret: bool = False,
 ) -> tuple[
     Int[Array, "B N"], Int[Array, "B N"], Int[Array, "B N"], Bool[Array, "B N N"], Bool[Array, "B N"],
-    Int[Array, "B N"], Float[Array, "B N"], Int[Array, "B N W"] | None,
+    Int[Array, "B N"], Float[Array, "B N"], Int[Array, "B N W"] | None, Int[Array, "B N S"] | None,
 ]:  # fmt: skip
-    """See `pallas_kernels.tree_search.api.search_serves`; `window` is that of `dflash_jax.tree.ancestor_index`."""
+    """See `pallas_kernels.tree_search.api.search_serves`; `window` is that of `dflash_jax.tree.ancestor_index`.
+
+    The last result is the mask of ancestors as words of bits (`ancestry.packed`), None for more than `MAX_WORDS`.
+    """
     batch, rows = costs.shape[0], budget + 1
+    words = pl.cdiv(rows, WORD)
+    words = words if words <= MAX_WORDS else 0
     costs = jnp.pad(costs, ((0, 0), (0, 2), (0, 2)), constant_values=IMPOSSIBLE)
+
+    barrier = (lambda: None) if interpret else plgpu.debug_barrier
 
     def numbers(*size, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((batch, *size), dtype)
 
     results = pl.pallas_call(
-        functools.partial(_kernel, spine=spine, barrier=(lambda: None) if interpret else plgpu.debug_barrier),
+        functools.partial(_kernel, spine=spine, words=words, window=window, barrier=barrier),
         grid=(batch,),
         out_shape=(
             numbers(rows), numbers(rows), numbers(rows), numbers(rows, rows, dtype=jnp.bool_),
             numbers(rows, dtype=jnp.bool_), numbers(rows), numbers(rows, dtype=jnp.float32), numbers(rows),
-            numbers(rows), *([numbers(rows, window)] if window else []),
+            numbers(rows), *(numbers(rows, size) for size in (words, window) if size),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="tree_search",
     )(costs, candidates, anchor.astype(jnp.int32))  # fmt: skip
-    return *results[:7], results[9] if window else None
+    return *results[:7], results[-1] if window else None, results[9] if words else None
