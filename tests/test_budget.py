@@ -515,6 +515,26 @@ def test_tokens_are_autoregressive_while_buckets_change_within_a_burst(turning: 
     assert used[0] > 2 * TURNS.count(0)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_buckets_take_turns_as_more_do(first: int, monkeypatch: pytest.MonkeyPatch, bursts: Bursts):
+    """Rounds of the larger one have a loop before the one that chooses, which a burst may skip."""
+    expected(LONG.max_new_tokens)
+
+    def decide(b, seconds, budgets, used, a):
+        number = jnp.floor(b.since / 100)
+        turn = number + first - 2 * jnp.floor((number + first) / 2)
+        return dataclasses.replace(b, since=100 * (number + 1)), turn
+
+    monkeypatch.setattr(steering, "decide", decide)
+    monkeypatch.setattr(steering, "PLAIN_ROUNDS", 12)
+    monkeypatch.setattr("dflash_jax.engine.buckets_of", lambda *_: (0, 7))
+    one = Engine(engine().target, engine().drafter, engine().tokenizer, max_slots=4, prefill_chunk=32)
+    results = one.generate(prompts()[:1], LONG)
+    assert len(bursts.outputs) == 1
+    assert [r.token_ids for r in results] == expected(LONG.max_new_tokens)[:1]
+    assert set(results[0].tree_budgets) == {0, 7} and all(n > 2 for n in results[0].tree_budgets.values())
+
+
 def test_tokens_of_plain_rounds_have_no_rank_and_none_is_reported(turning: Engine):
     """`on_ranks` hears of every token of a round that drafted, and of no other."""
     heard: list[int] = []
