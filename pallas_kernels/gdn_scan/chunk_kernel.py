@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.gdn_scan.configs import ChunkConfig
-from pallas_kernels.gdn_scan.dots import dot, unit_lower_inverses
+from pallas_kernels.gdn_scan.dots import dot, unit_lower_inverse
 
 
 def _prepare_kernel(
@@ -64,8 +64,8 @@ def _prepare_kernel(
     total = jnp.cumsum(g)
     # Masked before exp: above the diagonal the difference is positive and could overflow.
     decay = jnp.exp(jnp.where(row >= column, total[:, None] - total[None, :], -jnp.inf))
-    [inverse] = unit_lower_inverses(
-        [beta[:, None] * decay * similar], row, column, config.dot, interpret=interpret
+    inverse = unit_lower_inverse(
+        beta[:, None] * decay * similar, row, column, config.dot, interpret=interpret
     )
     cell = (slot, head, chunk, row, column)
     inverse_ref[cell] = inverse

@@ -14,12 +14,11 @@ A bf16 product runs at twice the rate of a TF32 one and its operands take half t
 `bf16x2` costs what `tf32` costs and is 64 times as exact. Products of two bf16 operands are exact whatever the name.
 """
 
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 DotMode = Literal["ieee", "tf32", "tf32x3", "bf16", "bf16x2", "bf16x3"]
 DOT_MODES: tuple[DotMode, ...] = get_args(DotMode)
@@ -89,38 +88,38 @@ def dot(
     return product(a, b, preset.TF32_TF32_F32 if mode == "tf32" else preset.TF32_TF32_F32_X3)
 
 
-def unit_lower_inverses(
-    matrices: Sequence[Float[Array, "N N"]],
+def _joining(
+    a: Float[Array, "N N"], row: Int[Array, "N N"], column: Int[Array, "N N"], log_width: int | Int[Array, ""]
+) -> Float[Array, "N N"]:
+    """The part of a below its diagonal that joins pairs of diagonal blocks of width 2^log_width."""
+    block = row >> log_width
+    return jnp.where((block % 2 == 1) & ((column >> log_width) == block - 1), a, 0.0)
+
+
+def unit_lower_inverse(
+    a: Float[Array, "N N"],
     row: Int[Array, "N N"],
     column: Int[Array, "N N"],
     mode: DotMode,
     *,
     interpret: bool = False,
-) -> list[Float[Array, "N N"]]:
-    """(I + a)⁻¹ of each by doubling diagonal blocks as in the XLA reference; only what is below `a`'s diagonal counts.
+) -> Float[Array, "N N"]:
+    """(I + a)⁻¹ by doubling diagonal blocks as in the XLA reference; only what is below `a`'s diagonal counts.
 
     A kernel cannot cut a block out of a value, so a level works on whole matrices under a mask: with X the inverse of
     the diagonal blocks of width w and L the part of `a` that joins pairs of them, the next inverse is X − X·L·X. Every
     X is an inverse, whose entries stay moderate even for identical keys; the powers of `a` that a Neumann product
     needs do not, and in TF32 their cancellation would leave nothing.
-
-    A level waits for the one before. All matrices take a level together, so that they wait once.
     """
-    size = row.shape[0]
+
+    def level(log_width: Int[Array, ""], x: Float[Array, "N N"]) -> Float[Array, "N N"]:
+        right = dot(_joining(a, row, column, log_width), x, mode, interpret=interpret)
+        return x - dot(x, right, mode, interpret=interpret)
+
     # Width 1: the diagonal blocks are [1], and X·L·X is L.
-    pair = (row % 2 == 1) & (column == row - 1)
-
-    def level(log_width: Int[Array, ""], inverses: list[Float[Array, "N N"]]) -> list[Float[Array, "N N"]]:
-        block = row >> log_width
-        joins: Bool[Array, "N N"] = (block % 2 == 1) & ((column >> log_width) == block - 1)
-        pairs = zip(matrices, inverses, strict=True)
-        right = [dot(jnp.where(joins, a, 0.0), x, mode, interpret=interpret) for a, x in pairs]
-        pairs = zip(inverses, right, strict=True)
-        return [x - dot(x, y, mode, interpret=interpret) for x, y in pairs]
-
-    first = [jnp.where(row == column, 1.0, jnp.where(pair, -a, 0.0)) for a in matrices]
+    first = jnp.where(row == column, 1.0, -_joining(a, row, column, 0))
     # A loop, not an unrolled chain: a fifth of the code, and a compiler that keeps one level's operands in registers.
-    return jax.lax.fori_loop(1, size.bit_length() - 1, level, first)
+    return jax.lax.fori_loop(1, row.shape[0].bit_length() - 1, level, first)
 
 
 def unit_lower_solve(
@@ -134,23 +133,19 @@ def unit_lower_solve(
 ) -> Float[Array, "N m"]:
     """(I + a)⁻¹·right; only what is below `a`'s diagonal counts.
 
-    Doubles diagonal blocks as `unit_lower_inverses` does, in half as many products that wait for each other. With X the
+    Doubles diagonal blocks as `unit_lower_inverse` does, in half as many products that wait for each other. With X the
     inverse of the diagonal blocks of width w, a level holds X·L, L being all of `a` outside of them, and X·right. The
     inverse at twice the width is (I − J)·X, where J is the part of X·L that joins pairs of blocks (J² = 0): both take
     one product with J, side by side. No powers here either.
     """
     size = row.shape[0]
 
-    def joins(beyond: Float[Array, "N N"], log_width: int | Int[Array, ""]) -> Float[Array, "N N"]:
-        block = row >> log_width
-        return jnp.where((block % 2 == 1) & ((column >> log_width) == block - 1), beyond, 0.0)
-
     def without(j: Float[Array, "N N"], x: Float[Array, "N m"]) -> Float[Array, "N m"]:
         return x - dot(j, x, mode, interpret=interpret)
 
     def level(log_width: int | Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         beyond, x = carry
-        j = joins(beyond, log_width)
+        j = _joining(beyond, row, column, log_width)
         return without(j, beyond - j), without(j, x)
 
     carry, last = (jnp.where(row > column, a, 0.0), right), size.bit_length() - 2
@@ -160,4 +155,4 @@ def unit_lower_solve(
     else:
         carry = jax.lax.fori_loop(0, last, level, carry)
     beyond, x = carry
-    return without(joins(beyond, last), x)
+    return without(_joining(beyond, row, column, last), x)

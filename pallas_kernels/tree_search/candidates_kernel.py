@@ -2,8 +2,8 @@
 
 The first reads the logits once and leaves, for every chunk of 128 tokens, the largest and the sum of exponentials. In
 the second a program a row finds the k chunks with the largest maxima, which hold all of the k best tokens, and sorts
-those out: no sort, but a search for the k-th largest, and a count of who is larger among the k. Where there
-are no more chunks than that the second one does it all.
+those out: no sort, but a search for the k-th largest, and a count of who is larger among the k. Where there are no more
+chunks than that the second one does it all.
 
 Order of numbers: fp32 compares as its bits do, as integers, once those of negative numbers are turned around; a
 positive NaN is then the largest, as for `lax.top_k`.

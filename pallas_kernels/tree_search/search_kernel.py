@@ -157,11 +157,9 @@ def _kernel(
     def climb(_, carry):
         at, *bits = carry
         plgpu.store(ancestors_ref.at[slot, row, jnp.maximum(at, 0)], at >= 0, mask=at >= 0)
-        own = jnp.where(at >= 0, lax.shift_left(jnp.int32(1), at & (WORD - 1)), 0)
-        if words > 1:
-            bits = [x | jnp.where(at // WORD == number, own, 0) for number, x in enumerate(bits)]
-        else:
-            bits = [x | own for x in bits]
+        # None of -1: shifted, it stays -1, which is no word's number.
+        own, place = lax.shift_left(jnp.int32(1), at & (WORD - 1)), at >> (WORD.bit_length() - 1)
+        bits = [x | jnp.where(place == number, own, 0) for number, x in enumerate(bits)]
         return up(at), *bits
 
     start = (jnp.where(real, row, -1), *[jnp.zeros_like(node)] * words)
@@ -192,7 +190,6 @@ def search(
     words = pl.cdiv(rows, WORD)
     words = words if words <= MAX_WORDS else 0
     costs = jnp.pad(costs, ((0, 0), (0, 2), (0, 2)), constant_values=IMPOSSIBLE)
-
     barrier = (lambda: None) if interpret else plgpu.debug_barrier
 
     def numbers(*size, dtype=jnp.int32):
