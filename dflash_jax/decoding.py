@@ -213,13 +213,9 @@ class _Loop:
             return (state, dataclasses.replace(output, used=used), rounds), chosen, going
 
         branches = [functools.partial(staying, *pair) for pair in enumerate(rounds_of(self.spec))]
-        steered = learn(carry, jnp.asarray(steering.keep)[None], None)
-        if len(branches) == 2:
-            # So few are a GPU's with rounds of a third of a millisecond, of which most texts want trees all along: a
-            # loop of its own before the one that chooses spares them two looks of the host.
-            steered = branches[1](steered)
+        start = learn(carry, jnp.asarray(steering.keep)[None], None)
         return jax.lax.while_loop(
-            lambda c: c[2], lambda c: jax.lax.switch(c[1][0].astype(jnp.int32), branches, c), steered
+            lambda c: c[2], lambda c: jax.lax.switch(c[1][0].astype(jnp.int32), branches, c), start
         )[0]
 
 

@@ -517,7 +517,7 @@ def test_tokens_are_autoregressive_while_buckets_change_within_a_burst(turning: 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_buckets_take_turns_as_more_do(first: int, monkeypatch: pytest.MonkeyPatch, bursts: Bursts):
-    """Rounds of the larger one have a loop before the one that chooses, which a burst may skip."""
+    """As a GPU with one slot has for a narrow model; a burst begins with either."""
     expected(LONG.max_new_tokens)
 
     def decide(b, seconds, budgets, used, a):
