@@ -52,40 +52,45 @@ def dot(
     b: Float[Array, "..."],
     mode: DotMode,
     *,
+    onto: Float[Array, "m n"] | None = None,
     contract: tuple[int, int] = (1, 0),
     interpret: bool = False,
 ) -> Float[Array, "m n"]:
-    """fp32 product of two matrices over the dimensions `contract` of a and b.
+    """fp32 product of two matrices over the dimensions `contract` of a and b, added to `onto` if there is one.
+
+    A matrix unit adds to what it is given, so `onto` costs nothing, and a sum of products waits for no addition.
 
     Args:
       a, b: fp32 or bf16; every side at least 16 and a power of two.
       mode: see the module's text.
+      onto: fp32.
       contract: (1, 0) for a·b, (1, 1) for a·bᵀ, (0, 0) for aᵀ·b.
       interpret: the kernel runs interpreted, where TF32 is not to be had: fp32 takes its place.
     """
     numbers = (((contract[0],), (contract[1],)), ((), ()))
 
-    def product(x: Array, y: Array, precision: jax.lax.PrecisionLike = None) -> Array:
-        return jax.lax.dot_general(x, y, numbers, precision=precision, preferred_element_type=jnp.float32)
+    def added(total: Array | None, x: Array, y: Array, precision: jax.lax.PrecisionLike = None) -> Array:
+        term = jax.lax.dot_general(x, y, numbers, precision=precision, preferred_element_type=jnp.float32)
+        return term if total is None else total + term
 
     if a.dtype == b.dtype == jnp.bfloat16:
-        return product(a, b)
+        return added(onto, a, b)
     if mode in _PARTS:
         left, right = _parts(a, _PARTS[mode]), _parts(b, _PARTS[mode])
-        total = None
-        # Smallest summands first. Pairs whose order reaches the number of parts are below the last one's rounding.
-        for order in reversed(range(_PARTS[mode])):
+        total = onto
+        # Largest summands first: the smaller parts are known later. Pairs whose order reaches the number of parts are
+        # below the last one's rounding.
+        for order in range(_PARTS[mode]):
             for i in range(order + 1):
                 if i < len(left) and order - i < len(right):
-                    term = product(left[i], right[order - i])
-                    total = term if total is None else total + term
+                    total = added(total, left[i], right[order - i])
         assert total is not None
         return total
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     if mode == "ieee" or interpret:
-        return product(a, b, jax.lax.Precision.HIGHEST)
+        return added(onto, a, b, jax.lax.Precision.HIGHEST)
     preset = jax.lax.DotAlgorithmPreset
-    return product(a, b, preset.TF32_TF32_F32 if mode == "tf32" else preset.TF32_TF32_F32_X3)
+    return added(onto, a, b, preset.TF32_TF32_F32 if mode == "tf32" else preset.TF32_TF32_F32_X3)
 
 
 def _joining(
@@ -134,25 +139,23 @@ def unit_lower_solve(
     """(I + a)⁻¹·right; only what is below `a`'s diagonal counts.
 
     Doubles diagonal blocks as `unit_lower_inverse` does, in half as many products that wait for each other. With X the
-    inverse of the diagonal blocks of width w, a level holds X·L, L being all of `a` outside of them, and X·right. The
-    inverse at twice the width is (I − J)·X, where J is the part of X·L that joins pairs of blocks (J² = 0): both take
-    one product with J, side by side. No powers here either.
+    inverse of the diagonal blocks of width w, a level holds X·a and X·right. The inverse at twice the width is
+    (I − J)·X, where J is the part of X·a that joins pairs of blocks (J² = 0): both take one product with J, side by
+    side. No powers here either. Of X·a only what is below the diagonal blocks is ever looked at again, and nothing
+    inside of them or above gets there, so none of it is cleared.
     """
     size = row.shape[0]
 
-    def without(j: Float[Array, "N N"], x: Float[Array, "N m"]) -> Float[Array, "N m"]:
-        return x - dot(j, x, mode, interpret=interpret)
-
     def level(log_width: int | Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        beyond, x = carry
-        j = _joining(beyond, row, column, log_width)
-        return without(j, beyond - j), without(j, x)
+        rest, x = carry
+        j = _joining(-rest, row, column, log_width)
+        return dot(j, rest, mode, onto=rest, interpret=interpret), dot(j, x, mode, onto=x, interpret=interpret)
 
-    carry, last = (jnp.where(row > column, a, 0.0), right), size.bit_length() - 2
+    carry, last = (a, right), size.bit_length() - 2
     if size <= _UNROLLED:
         for log_width in range(last):
             carry = level(log_width, carry)
     else:
         carry = jax.lax.fori_loop(0, last, level, carry)
-    beyond, x = carry
-    return without(_joining(beyond, row, column, last), x)
+    rest, x = carry
+    return dot(_joining(-rest, row, column, last), x, mode, onto=x, interpret=interpret)

@@ -110,9 +110,9 @@ def _kernel(
                 left = keys if ref is k_ref else queries or [rows_of(ref, t, key_head, dims) for t in tiles]
                 if rows > 1 or ref is q_ref:
                     by_key = {
-                        (i, j): by_key[i, j] + product(left[i], keys[j], contract=(1, 1)) for i, j in pairs
+                        (i, j): product(left[i], keys[j], onto=by_key[i, j], contract=(1, 1)) for i, j in pairs
                     }
-                new.append((by_key, [by_state[t] + product(left[t], state) for t in tiles]))
+                new.append((by_key, [product(left[t], state, onto=by_state[t]) for t in tiles]))
             return new
 
         square, tall = jnp.zeros((size, size), jnp.float32), jnp.zeros((size, config.block_dv), jnp.float32)
@@ -140,7 +140,7 @@ def _kernel(
     for i in tiles:
         left = right(i)
         for j in range(i):
-            left -= product(coupling(i, j), u[j])
+            left = product(-coupling(i, j), u[j], onto=left)
         if rows > 1:
             left = unit_lower_solve(coupling(i, i), left, row, column, config.dot, interpret=interpret)
         u.append(left)
@@ -149,7 +149,7 @@ def _kernel(
     for i in tiles:
         out = jnp.exp(total[i])[:, None] * read_q[i]
         for j in range(i + 1):
-            out += product(decay[i, j] * scores[i, j], u[j])
+            out = product(decay[i, j] * scores[i, j], u[j], onto=out)
         stored = jnp.broadcast_to((places[i] < rows)[:, None], (size, config.block_dv))
         # Unclamped: two rows of one store must not name the same place, even where one is masked.
         cell = (slot, places[i][:, None], head, value_dims[None, :])
