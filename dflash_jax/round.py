@@ -320,13 +320,13 @@ def speculative_round(
                 tree, draft_scores = sampled_chain(state.anchor, log_probs, state.lengths, state.sampling)
             else:
                 depths, k = candidates_needed(length, target.config.vocab_size, spec.budget, spec.policy)
-                values, tokens = top_candidates(logits[:, :depths], k, target.vocabulary, spec.implementation)
+                values, tokens, costs = top_candidates(logits[:, :depths], k, target.vocabulary, spec.implementation)
                 if is_plain_chain(length, spec.budget, spec.policy):
                     tree = plain_chain(state.anchor, values, tokens, length)
                 else:
                     tree = grow_tree(
                         state.anchor, values, tokens, spec.budget, spec.policy, length, spec.implementation,
-                        window=state.cache.conv.shape[2],
+                        window=state.cache.conv.shape[2], costs=costs,
                     )  # fmt: skip
         taps = drafter.config.target_layer_ids
     with jax.named_scope("verify"):

@@ -30,8 +30,9 @@ from dflash_jax.sharding import Vocabulary
 from dflash_jax.tree_policy import BestFirst, SpineFirst, TreePolicy
 from pallas_kernels import tree_search
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tree_search.search_kernel import IMPOSSIBLE as _IMPOSSIBLE
-from pallas_kernels.tree_search.search_kernel import UNITS_PER_NAT as _UNITS_PER_NAT
+from pallas_kernels.tree_search.costs import IMPOSSIBLE as _IMPOSSIBLE
+from pallas_kernels.tree_search.costs import UNITS_PER_NAT as _UNITS_PER_NAT
+from pallas_kernels.tree_search.costs import cost_of
 
 __all__ = [
     "BestFirst",
@@ -122,21 +123,22 @@ def _spine(length: int, budget: int, policy: TreePolicy) -> int:
 
 def top_candidates(
     logits: Float[Array, "B L V"], k: int, vocabulary: Vocabulary, implementation: Implementation = "xla"
-) -> tuple[Float[Array, "B L K"], Int[Array, "B L K"]]:
+) -> tuple[Float[Array, "B L K"], Int[Array, "B L K"], Int[Array, "B L+2 K+2"] | None]:
     """The ``k`` best tokens of each depth, best first, equal values in the order of their ids.
 
     The only step that reads the drafter's vocabulary, of which each device may hold a slice.
 
     Returns:
-        Their log-probabilities and their token ids.
+        Their log-probabilities, their token ids, and their costs for :func:`grow_tree` where a kernel says them.
     """
     local = min(k, logits.shape[-1])
     if k > 1 and tree_search.top_candidates_serve(logits, local, implementation):
-        values, tokens, normaliser = tree_search.top_candidates(logits, k=local)
+        values, tokens, normaliser, costs = tree_search.top_candidates(logits, k=local)
         values, tokens = vocabulary.merge_top_k(values, tokens, logits.shape[-1], k)
-        return values - vocabulary.merge_log_normaliser(normaliser)[..., None], tokens
+        values = values - vocabulary.merge_log_normaliser(normaliser)[..., None]
+        return values, tokens, costs if vocabulary.shards == 1 else None
     values, tokens = vocabulary.top_k(logits, k)
-    return values - vocabulary.log_normaliser(logits)[..., None], tokens
+    return values - vocabulary.log_normaliser(logits)[..., None], tokens, None
 
 
 def build_tree(
@@ -170,6 +172,7 @@ def grow_tree(
     length: int,
     implementation: Implementation = "xla",
     window: int = 0,
+    costs: Int[Array, "B l+2 K+2"] | None = None,
 ) -> Tree:
     """Builds the tree of the ``budget`` best prefixes under ``policy``, for each slot on its own.
 
@@ -185,6 +188,7 @@ def grow_tree(
         length: depths that the drafter has; the tree's ``max_depth``.
         implementation: kernel choice of the search; its result is the same.
         window: ancestors of each row that are wanted as well, see ``Tree.earlier``.
+        costs: those of the values, ``bordered``, which a policy of other scores does not use. The same as if not given.
 
     Raises:
         ValueError: ``budget < 1`` or ``length < 1`` (use :func:`root_only_tree` for a tree of one row).
@@ -200,7 +204,9 @@ def grow_tree(
         tree = chain_tree(anchor, tokens[:, :, 0], total < _IMPOSSIBLE)
         return dataclasses.replace(tree, max_depth=length, log_probs=_nats(total))
     if tree_search.search_serves(scores.shape, budget, implementation):
-        found = tree_search.search(anchor, _costs(scores), tokens, budget=budget, spine=spine, window=window)
+        if costs is None or scores is not values:
+            costs = tree_search.bordered(_costs(scores))
+        found = tree_search.search(anchor, costs, tokens, budget=budget, spine=spine, window=window)
         return Tree(*found, max_depth=length)
     tree = _assemble(anchor, tokens, *_take_best(_costs(scores), spine, budget))
     return dataclasses.replace(tree, max_depth=length)
@@ -317,11 +323,8 @@ def _take(values: Int[Array, "B M"], index: Int[Array, "B ..."]) -> Int[Array, "
 
 
 def _costs(scores: Float[Array, "B L K"]) -> Int[Array, "B L K"]:
-    """Nats to integer costs; NaN and whatever is not above -1024 nats become impossible."""
-    possible = scores > -_IMPOSSIBLE / _UNITS_PER_NAT
-    units = jnp.round(jnp.where(possible, -jnp.minimum(scores.astype(jnp.float32), 0.0), 0.0) * _UNITS_PER_NAT)
-    # Integers before the choice: fp32 would round the bound up, and two of it would leave int32.
-    return jnp.where(possible, units.astype(jnp.int32), _IMPOSSIBLE)
+    """Nats to integer costs."""
+    return cost_of(scores.astype(jnp.float32))
 
 
 def _nats(costs: Int[Array, "B n"]) -> Float[Array, "B N"]:

@@ -294,7 +294,7 @@ def test_nan_depth_ends_the_tree():
 
 
 def test_top_candidates_break_ties_by_token_id():
-    values, tokens = top_candidates(jnp.log(jnp.array([[[0.1, 0.3, 0.1, 0.3, 0.2]]])), 4, Vocabulary())
+    values, tokens, _ = top_candidates(jnp.log(jnp.array([[[0.1, 0.3, 0.1, 0.3, 0.2]]])), 4, Vocabulary())
     assert tokens.tolist() == [[[1, 3, 4, 0]]]
     assert np.allclose(np.exp(values), [[[0.3, 0.3, 0.2, 0.1]]])
 

@@ -14,6 +14,7 @@ from pallas_kernels import tree_search as op
 from pallas_kernels.ancestry import packed, unpacked
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.tree_search import candidates_kernel, search_kernel
+from pallas_kernels.tree_search.costs import IMPOSSIBLE, UNITS_PER_NAT, cost_of
 from pallas_kernels.tree_search.shapes import BUDGETS, VOCABULARIES, cases
 
 KERNELS = [True, pytest.param(False, marks=pytest.mark.gpu)]  # interpreted, compiled
@@ -47,10 +48,23 @@ def logits_of(kind: str, rng: np.random.Generator, *shape: int) -> jax.Array:
 @pytest.mark.parametrize(("vocab", "k"), [(2048, 31), (2048, 15), (256, 63), (128 * 70, 63), (49152, 31)])
 def test_candidates_are_those_of_top_k(kernels: None, kind: str, vocab: int, k: int):
     x = logits_of(kind, np.random.default_rng(0), 2, 3, vocab)
-    values, tokens, normaliser = op.top_candidates(x, k=k)
+    values, tokens, normaliser, costs = op.top_candidates(x, k=k)
     want, ids = jax.lax.top_k(x, k)
     assert np.array_equal(values, want) and np.array_equal(tokens, ids)
     np.testing.assert_allclose(normaliser, jax.nn.logsumexp(x, axis=-1), rtol=1e-6)
+    assert costs.shape == (2, 5, k + 2)
+    assert np.array_equal(costs[:, :3, :k], cost_of(values - normaliser[..., None]))
+    assert np.all(costs[:, :3, k] == IMPOSSIBLE) and np.all(costs[:, 3, 0] == IMPOSSIBLE)
+
+
+def test_costs_are_rounded_nats():
+    """To the nearest, halves to even; what cannot be a sum of costs is impossible."""
+    scores = np.concatenate([-np.geomspace(2.0**-23, 1100, 5000), [0.0, -0.0, 1.0, -np.inf, np.nan]]).astype(np.float32)
+    scores = np.concatenate([scores, -(np.arange(9) + 0.5) / UNITS_PER_NAT]).astype(np.float32)
+    possible = scores > -IMPOSSIBLE / UNITS_PER_NAT
+    exact = np.rint(-np.minimum(scores[possible], 0).astype(np.float64) * UNITS_PER_NAT)
+    got = np.asarray(cost_of(jnp.asarray(scores)))
+    assert np.array_equal(got[possible], exact) and np.all(got[~possible] == IMPOSSIBLE)
 
 
 @pytest.mark.parametrize("kernels", KERNELS, indirect=True)
@@ -87,19 +101,29 @@ def test_trees_are_those_of_the_reference(kernels: None, policy: Any, length: in
                 assert np.array_equal(got.words, packed(want.ancestors)), kind
                 assert np.array_equal(unpacked(got.words), want.ancestors), kind
         assert got.max_depth == want.max_depth
+        if isinstance(policy, BestFirst):  # costs of its own: of their border only what must be impossible counts
+            costs = np.array(op.bordered(cost_of(values)))
+            rest = np.ones(costs.shape[1:], bool)
+            rest[:length, : k + 1] = rest[length, 0] = False
+            costs[:, rest] = rng.integers(0, 100, size=(2, rest.sum()))
+            own = tree.grow_tree(anchor, values, tokens, budget, policy, length, "pallas", costs=jnp.asarray(costs))
+            assert all(np.array_equal(getattr(own, name), getattr(want, name)) for name in FIELDS), kind
 
 
 @pytest.mark.gpu
 def test_a_round_asks_for_them():
     x = logits_of("normal", np.random.default_rng(1), 1, 15, 2048)
-    values, tokens = tree.top_candidates(x, 31, Vocabulary(), "pallas")
-    want, ids = tree.top_candidates(x, 31, Vocabulary(), "xla")
+    values, tokens, costs = tree.top_candidates(x, 31, Vocabulary(), "pallas")
+    want, ids, _ = tree.top_candidates(x, 31, Vocabulary(), "xla")
     assert np.array_equal(tokens, ids)
     np.testing.assert_allclose(values, want, rtol=1e-5, atol=1e-5)
     one, other = (
         tree.grow_tree(jnp.zeros(1, jnp.int32), want, ids, 31, SpineFirst(), 15, name) for name in ("pallas", "xla")
     )
     assert all(np.array_equal(getattr(one, name), getattr(other, name)) for name in FIELDS)
+    own = tree.grow_tree(jnp.zeros(1, jnp.int32), values, tokens, 31, BestFirst(), 15, "pallas", costs=costs)
+    other = tree.grow_tree(jnp.zeros(1, jnp.int32), values, tokens, 31, BestFirst(), 15, "xla")
+    assert all(np.array_equal(getattr(own, name), getattr(other, name)) for name in FIELDS)
 
 
 @pytest.mark.gpu

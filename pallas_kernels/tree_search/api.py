@@ -5,9 +5,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.tree_search.candidates_kernel import CHUNK, top_candidates
+from pallas_kernels.tree_search.costs import bordered
 from pallas_kernels.tree_search.search_kernel import MAX_BUDGET, search
 
-__all__ = ["search", "search_serves", "top_candidates", "top_candidates_serve"]
+__all__ = ["bordered", "search", "search_serves", "top_candidates", "top_candidates_serve"]
 
 # What the registers of one program hold.
 MAX_CANDIDATES = 64
@@ -30,7 +31,8 @@ def top_candidates_serve(
 ) -> bool:
     """Whether `top_candidates` takes these logits.
 
-    It gives the k largest, best first and equal ones by id, their ids, and log Σ exp of all.
+    It gives the k largest, best first and equal ones by id, their ids, log Σ exp of all, and the costs of the k,
+    `bordered`: those of their log-probabilities over these logits.
 
     Raises:
       UnsupportedError: "pallas" was asked for and cannot serve this call.
@@ -39,10 +41,10 @@ def top_candidates_serve(
 
 
 def search_serves(shape: tuple[int, ...], budget: int, implementation: Implementation = "auto") -> bool:
-    """Whether `search` builds trees of this budget from costs of edges of this shape, [B, L, K].
+    """Whether `search` builds trees of this budget from scores of this shape, [B, L, K].
 
-    It gives the fields of a `dflash_jax.tree.Tree` (tokens, parents, depths, ancestors, valid, order, log_probs), all
-    as the reference does.
+    It takes their costs, `bordered`, and gives the fields of a `dflash_jax.tree.Tree` (tokens, parents, depths,
+    ancestors, valid, order, log_probs), all as the reference does.
 
     Raises:
       UnsupportedError: "pallas" was asked for and cannot serve this call.

@@ -3,7 +3,7 @@
 The first reads the logits once and leaves, for every chunk of 128 tokens, the largest and the sum of exponentials. In
 the second a program a row finds the k chunks with the largest maxima, which hold all of the k best tokens, and sorts
 those out: no sort, but a search for the k-th largest, and a count of who is larger among the k. Where there are no more
-chunks than that the second one does it all.
+chunks than that the second one does it all. It also says what each costs the search (`costs`), which spares a launch.
 
 Order of numbers: fp32 compares as its bits do, as integers, once those of negative numbers are turned around; a
 positive NaN is then the largest, as for `lax.top_k`.
@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import compiled_once
+from pallas_kernels.tree_search.costs import BORDER, IMPOSSIBLE, cost_of
 
 CHUNK = 128
 _CHUNKS_A_PROGRAM = 16
@@ -85,6 +86,7 @@ def _pick_kernel(
     values_ref,  # [R, k]
     tokens_ref,  # [R, k]
     lse_ref,  # [R]
+    costs_ref,  # [R / L, L + 2, k + 2]
     chunk_ref,  # [R, c]: chosen chunks
     key_ref,  # [R, k]
     token_ref,  # [R, k]
@@ -92,7 +94,7 @@ def _pick_kernel(
     barrier,
 ):
     k, kept = values_ref.shape[1], chunk_ref.shape[1]
-    row = pl.program_id(0)
+    row, lse = pl.program_id(0), None
     if top_ref is not None:
         chunks = top_ref.shape[1]
         index = jnp.arange(pl.next_power_of_2(chunks))
@@ -102,7 +104,7 @@ def _pick_kernel(
         peak = jnp.max(top)
         base = jnp.where(peak > -jnp.inf, peak, 0.0)
         sums = plgpu.load(sum_ref.at[row, inside], mask=live, other=0.0)
-        lse_ref[row] = base + jnp.log(jnp.sum(sums * jnp.exp(top - base)))
+        lse = base + jnp.log(jnp.sum(sums * jnp.exp(top - base)))
         chosen = largest(jnp.where(live, ordered(top), _SMALLEST), live, kept)
         place = jnp.cumsum(chosen.astype(jnp.int32)) - 1
         # Elsewhere where masked: two places of one store must not be the same.
@@ -119,7 +121,9 @@ def _pick_kernel(
         x = jnp.where(live, x, -jnp.inf)
         peak = jnp.max(x)
         base = jnp.where(peak > -jnp.inf, peak, 0.0)
-        lse_ref[row] = base + jnp.log(jnp.sum(jnp.exp(x - base)))
+        lse = base + jnp.log(jnp.sum(jnp.exp(x - base)))
+    assert lse is not None
+    lse_ref[row] = lse
     keys = jnp.where(live, ordered(x), _SMALLEST)
     chosen = live & largest(keys, live, k)
     place = jnp.where(chosen, jnp.cumsum(chosen.astype(jnp.int32)) - 1, k + index)
@@ -135,14 +139,23 @@ def _pick_kernel(
     rank = jnp.where(live, rank, k + index)
     value = lax.bitcast_convert_type(jnp.where(own < 0, own ^ jnp.int32(2**31 - 1), own), jnp.float32)
     plgpu.store(values_ref.at[row, rank], value, mask=live)
+    depths = costs_ref.shape[1] - BORDER
+    slot, depth = lax.div(row, depths), lax.rem(row, depths)
+    plgpu.store(costs_ref.at[slot, depth, rank], cost_of(value - lse), mask=live)
+    # Beside the last rank, and below the last depth.
+    side = jnp.arange(2)
+    border = (slot, depth + side, jnp.where(side == 0, k, 0))
+    plgpu.store(
+        costs_ref.at[border], jnp.full((2,), IMPOSSIBLE, jnp.int32), mask=(side == 0) | (depth == depths - 1)
+    )
     plgpu.store(tokens_ref.at[row, rank], plgpu.load(token_ref.at[row, jnp.minimum(index, k - 1)]), mask=live)
 
 
 @compiled_once("k", "interpret")
 def top_candidates(
-    x: Float[Array, "... V"], *, k: int, interpret: bool = False
-) -> tuple[Float[Array, "... k"], Int[Array, "... k"], Float[Array, "..."]]:
-    """See `pallas_kernels.tree_search.api.top_candidates`, which checks what these kernels take."""
+    x: Float[Array, "... L V"], *, k: int, interpret: bool = False
+) -> tuple[Float[Array, "... L k"], Int[Array, "... L k"], Float[Array, "... L"], Int[Array, "... L+2 k+2"]]:
+    """See `pallas_kernels.tree_search.api.top_candidates_serve`, which says what these kernels take."""
     shape, vocab = x.shape[:-1], x.shape[-1]
     x = x.reshape(-1, vocab)
     rows, chunks = x.shape[0], vocab // CHUNK
@@ -162,15 +175,17 @@ def top_candidates(
     def numbers(dtype, *size):
         return jax.ShapeDtypeStruct((rows, *size), dtype)
 
-    values, tokens, lse, *_ = pl.pallas_call(
+    values, tokens, lse, costs, *_ = pl.pallas_call(
         functools.partial(_pick_kernel, barrier=(lambda: None) if interpret else plgpu.debug_barrier),
         grid=(rows,),
         out_shape=(
             numbers(jnp.float32, k), numbers(jnp.int32, k), numbers(jnp.float32),
+            jax.ShapeDtypeStruct((rows // shape[-1], shape[-1] + BORDER, k + BORDER), jnp.int32),
             numbers(jnp.int32, kept), numbers(jnp.int32, k), numbers(jnp.int32, k),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="draft_candidates",
     )(x, tops, sums)  # fmt: skip
-    return values.reshape(*shape, k), tokens.reshape(*shape, k), lse.reshape(shape)
+    costs = costs.reshape(*shape[:-1], *costs.shape[1:])
+    return values.reshape(*shape, k), tokens.reshape(*shape, k), lse.reshape(shape), costs

@@ -20,10 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.ancestry import WORD
 from pallas_kernels.dispatch import compiled_once
-
-# Costs, see `dflash_jax.tree`; twice the largest is still an int32.
-UNITS_PER_NAT = 1 << 20
-IMPOSSIBLE = (1 << 30) - 1
+from pallas_kernels.tree_search.costs import IMPOSSIBLE, UNITS_PER_NAT
 
 # A candidate in one number, in the order that breaks ties: depth of its parent, the parent, and its rank.
 _BITS = 10
@@ -36,7 +33,7 @@ _AT_ONCE = 2048
 
 
 def _kernel(
-    costs_ref,  # [B, L + 2, K + 2], impossible from L and K on
+    costs_ref,  # [B, L + 2, K + 2], with a border
     candidates_ref,  # [B, L, K]
     anchor_ref,  # [B]
     tokens_ref,  # [B, N]
@@ -171,7 +168,7 @@ def _kernel(
 @compiled_once("budget", "spine", "window", "interpret")
 def search(
     anchor: Int[Array, "B"],
-    costs: Int[Array, "B L K"],
+    costs: Int[Array, "B L+2 K+2"],
     candidates: Int[Array, "B L K"],
     *,
     budget: int,
@@ -189,7 +186,6 @@ def search(
     batch, rows = costs.shape[0], budget + 1
     words = pl.cdiv(rows, WORD)
     words = words if words <= MAX_WORDS else 0
-    costs = jnp.pad(costs, ((0, 0), (0, 2), (0, 2)), constant_values=IMPOSSIBLE)
     barrier = (lambda: None) if interpret else plgpu.debug_barrier
 
     def numbers(*size, dtype=jnp.int32):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tree_search import candidates_kernel, search_kernel
+from pallas_kernels.tree_search import bordered, candidates_kernel, search_kernel
 
 # Tokens of a device's slice of the vocabulary, and depths.
 VOCABULARIES: dict[str, tuple[int, int]] = {
@@ -25,5 +25,6 @@ def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
             yield f"draft_candidates/{name}/{k}", function, (jax.ShapeDtypeStruct((1, depths, vocab), jnp.float32),)
     for budget in BUDGETS:
         ids = jax.ShapeDtypeStruct((1, 15, budget), jnp.int32)
+        costs = jax.eval_shape(bordered, ids)
         function = functools.partial(search_kernel.search, budget=budget, spine=0, window=3)
-        yield f"tree_search/{budget}", function, (jax.ShapeDtypeStruct((1,), jnp.int32), ids, ids)
+        yield f"tree_search/{budget}", function, (jax.ShapeDtypeStruct((1,), jnp.int32), costs, ids)
