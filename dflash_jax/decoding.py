@@ -170,12 +170,17 @@ class _Loop:
 
         On a GPU the host looks at every condition of a loop, in about the time of ten launches, and a body without a
         loop is one graph. So a loop stays with a bucket as long as that is the choice, and its body is a round with the
-        choice after it: the host looks once a round, as it does where the budget is fixed.
+        choice after it: the host looks once a round, as it does where the budget is fixed. These loops stand one after
+        the other, the largest bucket's, with which most texts begin and end, first: to choose one of them, by a
+        `lax.switch`, would be one more look, and copies of what goes into it.
         """
         assert self.max_rounds is not None
         limit, budgets = self.max_rounds, self.spec.buckets
         seconds, size = jnp.asarray(steering.seconds), steering.beliefs.shape[0]
         forced = jnp.asarray(steering.forced)[None]
+        assert carry[1].used is not None
+        # A histogram counts the rounds of a slot that emit something.
+        counted = jnp.sum(carry[0].histogram, axis=1) - jnp.sum(carry[1].used, axis=1)
         # With the choice, and whether rounds go on.
         Steered = tuple[Carry, Array, Array]
 
@@ -200,22 +205,24 @@ class _Loop:
             assert after[1].evidence is not None
             return learn(after, jnp.sum(jnp.asarray(after[1].evidence.numbers), axis=0), index)
 
-        def staying(index: int, spec: RoundSpec, before: Steered) -> Steered:
+        def staying(index: int, spec: RoundSpec, steered: Steered) -> Steered:
             """Rounds of a bucket as long as it is the choice."""
             body = functools.partial(plain, spec=spec)
             if spec.budget:
                 body = functools.partial(drafting, spec=spec, index=index)
-            (state, output, rounds), chosen, going = _loop(lambda c: c[2] & (c[1][0] == index), body, before)
+            (state, output, rounds), chosen, going = _loop(lambda c: c[2] & (c[1][0] == index), body, steered)
             assert output.used is not None
-            # A histogram counts the rounds of a slot that emit something.
-            ran = jnp.sum(state.histogram - before[0][0].histogram, axis=1)
+            ran = jnp.sum(state.histogram, axis=1) - counted - jnp.sum(output.used, axis=1)
             used = output.used + ran[:, None] * (jnp.arange(len(budgets)) == index)
             return (state, dataclasses.replace(output, used=used), rounds), chosen, going
 
-        branches = [functools.partial(staying, *pair) for pair in enumerate(rounds_of(self.spec))]
-        start = learn(carry, jnp.asarray(steering.keep)[None], None)
+        def each(steered: Steered) -> Steered:
+            for index, spec in reversed(list(enumerate(rounds_of(self.spec)))):
+                steered = staying(index, spec, steered)
+            return steered
+
         return jax.lax.while_loop(
-            lambda c: c[2], lambda c: jax.lax.switch(c[1][0].astype(jnp.int32), branches, c), start
+            lambda steered: steered[2], each, learn(carry, jnp.asarray(steering.keep)[None], None)
         )[0]
 
 

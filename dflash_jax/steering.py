@@ -46,7 +46,7 @@ STAY = 1.05
 # rounds that lie between two trials. With half of it a text of 200 tokens that a small model does not draft for has one
 # look at drafts, and what the benchmark's texts can gain by them mostly goes unseen.
 EXPLORATION, SAVED, APART = 0.01, 2, 8
-# Seconds that a trial costs besides: a GPU's host looks at a condition eight times to leave a bucket and come back.
+# Seconds that a trial costs besides: a GPU's host looks at some conditions to leave a bucket and come back.
 AWAY = 1.5e-4
 # Rounds without a draft between two decisions: they have little to tell. With drafts there is a decision after each.
 PLAIN_ROUNDS = 32
