@@ -54,6 +54,7 @@ def dot(
     *,
     onto: Float[Array, "m n"] | None = None,
     contract: tuple[int, int] = (1, 0),
+    largest_first: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "m n"]:
     """fp32 product of two matrices over the dimensions `contract` of a and b, added to `onto` if there is one.
@@ -65,6 +66,8 @@ def dot(
       mode: see the module's text.
       onto: fp32.
       contract: (1, 0) for a·b, (1, 1) for a·bᵀ, (0, 0) for aᵀ·b.
+      largest_first: of a split product begin with the largest parts, which are known before the others: a shorter wait
+        where products wait for each other, but more registers.
       interpret: the kernel runs interpreted, where TF32 is not to be had: fp32 takes its place.
     """
     numbers = (((contract[0],), (contract[1],)), ((), ()))
@@ -78,9 +81,9 @@ def dot(
     if mode in _PARTS:
         left, right = _parts(a, _PARTS[mode]), _parts(b, _PARTS[mode])
         total = onto
-        # Largest summands first: the smaller parts are known later. Pairs whose order reaches the number of parts are
-        # below the last one's rounding.
-        for order in range(_PARTS[mode]):
+        # Pairs whose order reaches the number of parts are below the last one's rounding.
+        orders = range(_PARTS[mode])
+        for order in orders if largest_first else reversed(orders):
             for i in range(order + 1):
                 if i < len(left) and order - i < len(right):
                     total = added(total, left[i], right[order - i])
@@ -146,10 +149,13 @@ def unit_lower_solve(
     """
     size = row.shape[0]
 
+    def added(j: Float[Array, "N N"], x: Float[Array, "N m"]) -> Float[Array, "N m"]:
+        return dot(j, x, mode, onto=x, largest_first=True, interpret=interpret)
+
     def level(log_width: int | Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         rest, x = carry
         j = _joining(-rest, row, column, log_width)
-        return dot(j, rest, mode, onto=rest, interpret=interpret), dot(j, x, mode, onto=x, interpret=interpret)
+        return added(j, rest), added(j, x)
 
     carry, last = (a, right), size.bit_length() - 2
     if size <= _UNROLLED:
@@ -158,4 +164,4 @@ def unit_lower_solve(
     else:
         carry = jax.lax.fori_loop(0, last, level, carry)
     rest, x = carry
-    return dot(_joining(-rest, row, column, last), x, mode, onto=x, interpret=interpret)
+    return added(_joining(-rest, row, column, last), x)

@@ -54,7 +54,7 @@ def _kernel(
     tiles = range(padded(rows) // size)
     part, head, slot = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     key_head = head // (value_heads // key_heads)
-    product = functools.partial(dot, mode=config.dot, interpret=interpret)
+    product = functools.partial(dot, mode=config.dot, largest_first=True, interpret=interpret)
 
     places = [t * size + jnp.arange(size) for t in tiles]
     # In bounds even where masked: an interpreter reads before it masks.
