@@ -28,7 +28,7 @@ from pallas_kernels.gdn_scan.configs import (
     TreeConfig,
     table_for,
 )
-from pallas_kernels.gdn_scan.dots import DOT_MODES, dot
+from pallas_kernels.gdn_scan.dots import DOT_MODES, dot, unit_lower_solve
 from pallas_kernels.gdn_scan.shapes import MODELS, TREE_ROWS, cases
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
@@ -211,6 +211,18 @@ def test_products_are_as_exact_as_their_names_say(mode: str):
     half = a.astype(jnp.bfloat16)
     exact = np.asarray(half, np.float64) @ np.asarray(b, np.float64)
     assert relative(jax.jit(functools.partial(dot, mode=mode, interpret=True))(half, b), exact) < bound
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_a_solution_depends_on_what_is_below_the_diagonal_alone(size: int):
+    rng = np.random.default_rng(size)
+    below, above = np.tril(rng.normal(size=(size, size)), -1) / 2, np.triu(rng.normal(size=(size, size))) * 100
+    right = rng.normal(size=(size, 32))
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    solve = functools.partial(unit_lower_solve, row=row, column=column, mode="bf16x3", interpret=True)
+    alone, beside = (jax.jit(solve)(jnp.float32(a), jnp.float32(right)) for a in (below, below + above))
+    assert np.array_equal(alone, beside)
+    assert relative(alone, np.linalg.solve(np.eye(size) + below, right)) < 1e-5
 
 
 def commit(
