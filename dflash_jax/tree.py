@@ -200,15 +200,15 @@ def grow_tree(
     if scores is not values:  # the search relies on descending ranks, which the candidates have by themselves
         scores = lax.cummin(scores, axis=2)
     if spine == budget:  # nothing to search: the tree is the chain, up to where it becomes impossible
-        total = lax.associative_scan(_join, _costs(scores)[:, :, 0], axis=1)
+        total = lax.associative_scan(_join, cost_of(scores)[:, :, 0], axis=1)
         tree = chain_tree(anchor, tokens[:, :, 0], total < _IMPOSSIBLE)
         return dataclasses.replace(tree, max_depth=length, log_probs=_nats(total))
     if tree_search.search_serves(scores.shape, budget, implementation):
         if costs is None or scores is not values:
-            costs = tree_search.bordered(_costs(scores))
+            costs = tree_search.bordered(cost_of(scores))
         found = tree_search.search(anchor, costs, tokens, budget=budget, spine=spine, window=window)
         return Tree(*found, max_depth=length)
-    tree = _assemble(anchor, tokens, *_take_best(_costs(scores), spine, budget))
+    tree = _assemble(anchor, tokens, *_take_best(cost_of(scores), spine, budget))
     return dataclasses.replace(tree, max_depth=length)
 
 
@@ -320,11 +320,6 @@ def _take(values: Int[Array, "B M"], index: Int[Array, "B ..."]) -> Int[Array, "
     """``values[b, index[b, ...]]``; the index must be in bounds, which saves XLA the test."""
     flat = jnp.take_along_axis(values, index.reshape(index.shape[0], -1), axis=1, mode="promise_in_bounds")
     return flat.reshape(index.shape)
-
-
-def _costs(scores: Float[Array, "B L K"]) -> Int[Array, "B L K"]:
-    """Nats to integer costs."""
-    return cost_of(scores.astype(jnp.float32))
 
 
 def _nats(costs: Int[Array, "B n"]) -> Float[Array, "B N"]:

@@ -39,10 +39,22 @@ def _chunk_kernel(x_ref, top_ref, sum_ref):
     plgpu.store(sum_ref.at[row, chunk], jnp.sum(jnp.exp(x - base[:, None]), axis=1), mask=live)
 
 
-def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Integers in the order of fp32 numbers; its own inverse on the bits."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
+def _turned(bits: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Those of negative numbers turned around; its own inverse."""
     return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
+
+
+def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """Integers in the order of fp32 numbers."""
+    return _turned(lax.bitcast_convert_type(x, jnp.int32))
+
+
+def _log_sum(x: Float[Array, " n"], sums: Float[Array, " n"] | None = None) -> Float[Array, ""]:
+    """log Σ exp(x), or log Σ sums · exp(x)."""
+    peak = jnp.max(x)
+    base = jnp.where(peak > -jnp.inf, peak, 0.0)
+    parts = jnp.exp(x - base)
+    return base + jnp.log(jnp.sum(parts if sums is None else sums * parts))
 
 
 def largest(keys: Int[Array, " n"], live, k: int):
@@ -101,10 +113,7 @@ def _pick_kernel(
         live = index < chunks
         inside = jnp.minimum(index, chunks - 1)
         top = plgpu.load(top_ref.at[row, inside], mask=live, other=-jnp.inf)
-        peak = jnp.max(top)
-        base = jnp.where(peak > -jnp.inf, peak, 0.0)
-        sums = plgpu.load(sum_ref.at[row, inside], mask=live, other=0.0)
-        lse = base + jnp.log(jnp.sum(sums * jnp.exp(top - base)))
+        lse = _log_sum(top, plgpu.load(sum_ref.at[row, inside], mask=live, other=0.0))
         chosen = largest(jnp.where(live, ordered(top), _SMALLEST), live, kept)
         place = jnp.cumsum(chosen.astype(jnp.int32)) - 1
         # Elsewhere where masked: two places of one store must not be the same.
@@ -117,12 +126,9 @@ def _pick_kernel(
         chunk = plgpu.load(chunk_ref.at[row, lax.div(token, CHUNK)])
         token = chunk * CHUNK + lax.rem(token, CHUNK)
     x = plgpu.load(x_ref.at[row, token])
-    if top_ref is None:
+    if lse is None:  # all chunks are looked into
         x = jnp.where(live, x, -jnp.inf)
-        peak = jnp.max(x)
-        base = jnp.where(peak > -jnp.inf, peak, 0.0)
-        lse = base + jnp.log(jnp.sum(jnp.exp(x - base)))
-    assert lse is not None
+        lse = _log_sum(x)
     lse_ref[row] = lse
     keys = jnp.where(live, ordered(x), _SMALLEST)
     chosen = live & largest(keys, live, k)
@@ -137,7 +143,7 @@ def _pick_kernel(
     before = (own[None, :] > own[:, None]) | ((own[None, :] == own[:, None]) & (index[None, :] < index[:, None]))
     rank = jnp.sum((before & live[None, :]).astype(jnp.int32), axis=1)
     rank = jnp.where(live, rank, k + index)
-    value = lax.bitcast_convert_type(jnp.where(own < 0, own ^ jnp.int32(2**31 - 1), own), jnp.float32)
+    value = lax.bitcast_convert_type(_turned(own), jnp.float32)
     plgpu.store(values_ref.at[row, rank], value, mask=live)
     depths = costs_ref.shape[1] - BORDER
     slot, depth = lax.div(row, depths), lax.rem(row, depths)

@@ -18,7 +18,8 @@ _WHOLE = float(1 << 23)
 
 
 def cost_of(scores: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Costs of fp32 scores in nats; NaN and whatever is not above -1024 nats become impossible."""
+    """Costs of scores in nats; NaN and whatever is not above -1024 nats become impossible."""
+    scores = scores.astype(jnp.float32)
     possible = scores > -IMPOSSIBLE / UNITS_PER_NAT
     units = -jnp.minimum(jnp.where(possible, scores, 0.0), 0.0) * UNITS_PER_NAT
     units = jnp.where(units < _WHOLE, (units + _WHOLE) - _WHOLE, units)
