@@ -123,6 +123,7 @@ class GatedDeltaNet(nnx.Module):
         window: Float[Array, "B W C"] | Float[Array, "L B W C"],
         *,
         layer: int | None = None,
+        paths: Int[Array, "B N P"] | None = None,
         precise: bool = True,
         implementation: Implementation = "auto",
     ) -> tuple[Float[Array, "B N D"], DeltaNetUpdate]:
@@ -136,6 +137,7 @@ class GatedDeltaNet(nnx.Module):
           state, window: this layer's committed state and raw inputs; or those of all layers with `layer` naming this
             one, which spares kernels a copy of either.
           layer: see `state`.
+          paths: see `tree_delta_rule`.
           precise: see `chunk_delta_rule`.
         """
         batch, rows = valid.shape
@@ -159,7 +161,7 @@ class GatedDeltaNet(nnx.Module):
             update = dataclasses.replace(update, final_state=final)
         else:
             out, fresh = tree_delta_rule(
-                q, k, v, strength, decay, state, ancestors, layer=layer, implementation=implementation
+                q, k, v, strength, decay, state, ancestors, layer=layer, paths=paths, implementation=implementation
             )
             update = dataclasses.replace(update, keys=k, innovations=fresh, path_decay=decay)
         mixed = self.norm(out, projected, start=channels, implementation=implementation).reshape(batch, rows, -1)

@@ -42,6 +42,7 @@ from dflash_jax.tree import (
     top_candidates,
 )
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gdn_scan import path_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +236,7 @@ def verify(
         ancestors=tree.ancestors,
         conv_taps=earlier,
         words=tree.words,
+        paths=tree.paths,
     )
     context = Context(
         pages=state.cache.kv,
@@ -324,9 +326,12 @@ def speculative_round(
                 if is_plain_chain(length, spec.budget, spec.policy):
                     tree = plain_chain(state.anchor, values, tokens, length)
                 else:
+                    width = target.config.linear_num_value_heads * target.config.linear_value_head_dim
+                    values_read = state.anchor.shape[0] * width
                     tree = grow_tree(
                         state.anchor, values, tokens, spec.budget, spec.policy, length, spec.implementation,
                         window=state.cache.conv.shape[2], costs=costs,
+                        paths=path_rows(target.dtype, values_read, spec.budget + 1, length) if width else 0,
                     )  # fmt: skip
         taps = drafter.config.target_layer_ids
     with jax.named_scope("verify"):

@@ -25,6 +25,7 @@ class Rows:
       valid: False for padding rows, which leave every state untouched.
       ancestors: ancestor-or-self mask of tree rows; None for causal rows (prefill, training).
       words: that mask as words of bits (`ancestry.packed`), if they are at hand.
+      paths: paths to the rows without children, if they are at hand (`tree.Tree.paths`).
       conv_taps: earlier rows that the causal convolution reads (`tree.ancestor_index`); None for causal rows.
     """
 
@@ -34,6 +35,7 @@ class Rows:
     ancestors: Bool[Array, "B N N"] | None = None
     conv_taps: Int[Array, "B N W"] | None = None
     words: Int[Array, "B N S"] | None = None
+    paths: Int[Array, "B N P"] | None = None
 
 
 @struct.dataclass
@@ -202,6 +204,7 @@ class Target(nnx.Module):
                         context.recurrent,
                         context.conv,
                         layer=place,
+                        paths=rows.paths,
                         precise=precise,
                         implementation=implementation,
                     )

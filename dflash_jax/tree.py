@@ -54,7 +54,9 @@ __all__ = [
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "parents", "depths", "ancestors", "valid", "order", "log_probs", "earlier", "words"],
+    data_fields=[
+        "tokens", "parents", "depths", "ancestors", "valid", "order", "log_probs", "earlier", "words", "paths"
+    ],
     meta_fields=["max_depth"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Tree:
             None where a chain was not built from scores.
         earlier: what :func:`ancestor_index` says of them, where the search has been asked for it and says so itself.
         words: ``ancestors`` as words of bits (``pallas_kernels.ancestry.packed``), where the search gives them as well.
+        paths: what the delta rule takes in their place, where the search has been asked for it
+            (``gdn_scan.path_rows``).
         max_depth: static upper bound of the depths (``L``).
     """
 
@@ -89,6 +93,7 @@ class Tree:
     log_probs: Float[Array, "B N"] | None = None
     earlier: Int[Array, "B N W"] | None = None
     words: Int[Array, "B N S"] | None = None
+    paths: Int[Array, "B N P"] | None = None
     max_depth: int = dataclasses.field(kw_only=True)
 
 
@@ -173,6 +178,7 @@ def grow_tree(
     implementation: Implementation = "xla",
     window: int = 0,
     costs: Int[Array, "B l+2 K+2"] | None = None,
+    paths: int = 0,
 ) -> Tree:
     """Builds the tree of the ``budget`` best prefixes under ``policy``, for each slot on its own.
 
@@ -188,6 +194,7 @@ def grow_tree(
         length: depths that the drafter has; the tree's ``max_depth``.
         implementation: kernel choice of the search; its result is the same.
         window: ancestors of each row that are wanted as well, see ``Tree.earlier``.
+        paths: ``P`` of ``Tree.paths``, greater than ``length``; 0 for none.
         costs: those of the values, ``bordered``, which a policy of other scores does not use. The same as if not given.
 
     Raises:
@@ -206,7 +213,7 @@ def grow_tree(
     if tree_search.search_serves(scores.shape, budget, implementation):
         if costs is None or scores is not values:
             costs = tree_search.bordered(cost_of(scores))
-        found = tree_search.search(anchor, costs, tokens, budget=budget, spine=spine, window=window)
+        found = tree_search.search(anchor, costs, tokens, budget=budget, spine=spine, window=window, paths=paths)
         return Tree(*found, max_depth=length)
     tree = _assemble(anchor, tokens, *_take_best(cost_of(scores), spine, budget))
     return dataclasses.replace(tree, max_depth=length)

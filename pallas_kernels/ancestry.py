@@ -7,6 +7,9 @@ from jaxtyping import Array, Bool, Int
 # Bits of a word.
 WORD = 32
 
+# Of a row in a path (`tree_search`): whether another path has it as its own, and in the first place the path's length.
+SHARED, LENGTH = 1 << 10, 11
+
 
 def packed(ancestors: Bool[Array, "B N N"] | Int[Array, "B N S"]) -> Int[Array, "B N S"]:
     """S = ⌈N / 32⌉ words a row: bit j % 32 of word j // 32 says that row j is the row itself or an ancestor of it.

@@ -14,12 +14,19 @@ import pytest
 
 from dflash_jax.tree import ancestor_index
 from pallas_kernels import gdn_mixer, gdn_scan
-from pallas_kernels.ancestry import bit, packed
+from pallas_kernels.ancestry import LENGTH, SHARED, bit, packed
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gdn_mixer import kernel as mixer_kernel
 from pallas_kernels.gdn_mixer import reference as mixer_reference
 from pallas_kernels.gdn_mixer.configs import Config
-from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, reference, step_kernel, tree_kernel
+from pallas_kernels.gdn_scan import (
+    chunk_kernel,
+    commit_kernel,
+    path_kernel,
+    reference,
+    step_kernel,
+    tree_kernel,
+)
 from pallas_kernels.gdn_scan.configs import (
     TABLES,
     ChunkConfig,
@@ -30,6 +37,7 @@ from pallas_kernels.gdn_scan.configs import (
 )
 from pallas_kernels.gdn_scan.dots import DOT_MODES, dot, unit_lower_solve
 from pallas_kernels.gdn_scan.shapes import MODELS, TREE_ROWS, cases
+from tests.tree_paths import paths_of
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 KEY_HEADS, VALUE_HEADS, DIM = 1, 2, 32
@@ -199,6 +207,38 @@ def test_padding_rows_of_a_tree_change_nothing(implementation: str):
     assert not np.asarray(u)[1, 13:].any()
     short = Rows(*(x[1:, :13] for x in whole.operands), whole.state[1:], whole.parents[1:, :13])
     np.testing.assert_allclose(out[1:, :13], tree_rule(implementation, short)[0], atol=1e-6)
+
+
+def by_path(implementation: str, task: Rows, parents: np.ndarray, rows: Any = slice(None)) -> tuple[jax.Array, ...]:
+    """The tree rule path by path, of some rows, whose parents are given."""
+    kind = "bf16x3" if task.k.dtype == jnp.float32 else "bf16x2"
+    config = TreeConfig(16, 32, 32, kind, num_stages=1, narrow=64)
+    q, k, v, beta, total = (x[:, rows] for x in task.tree_operands)
+    states = jnp.full((2, *task.state.shape), jnp.nan).at[1].set(task.state)
+    paths = jnp.asarray(paths_of(parents, 16))
+    rule = functools.partial(path_kernel.tree_delta_rule, config=config, interpret=implementation == "interpret")
+    return jax.jit(rule)(q, k, v, beta, total, states, jnp.array([1]), paths)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "chain"), [(33, False), (16, True)])
+def test_paths_are_the_recurrence(implementation: str, dtype: Any, rows: int, chain: bool):
+    task = problem(rows, slots=2, dtype=dtype, seed=rows, chain=chain, alike=chain)
+    for name, a, b in zip(("out", "u"), by_path(implementation, task, task.parents), walk(task), strict=False):
+        assert relative(a, b) <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_a_path_of_a_tree_is_a_chain_to_the_last_bit(implementation: str):
+    task = problem(33, dtype=jnp.bfloat16, seed=7)
+    whole = by_path(implementation, task, task.parents)
+    for entries in paths_of(task.parents, 16)[0]:
+        rows = entries[: entries[0] >> LENGTH] & (SHARED - 1)
+        chain = np.arange(len(rows))[None] - 1
+        if len(rows):
+            for a, b in zip(by_path(implementation, task, chain, rows), whole, strict=True):
+                assert np.array_equal(a[0], b[0, rows])
 
 
 @pytest.mark.parametrize("mode", [m for m in DOT_MODES if m != "bf16"])

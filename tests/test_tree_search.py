@@ -11,11 +11,12 @@ from dflash_jax import tree
 from dflash_jax.sharding import Vocabulary
 from dflash_jax.tree_policy import BestFirst, SpineFirst
 from pallas_kernels import tree_search as op
-from pallas_kernels.ancestry import packed, unpacked
+from pallas_kernels.ancestry import LENGTH, SHARED, packed, unpacked
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.tree_search import candidates_kernel, search_kernel
 from pallas_kernels.tree_search.costs import IMPOSSIBLE, UNITS_PER_NAT, cost_of
 from pallas_kernels.tree_search.shapes import BUDGETS, VOCABULARIES, cases
+from tests.tree_paths import paths_of
 
 KERNELS = [True, pytest.param(False, marks=pytest.mark.gpu)]  # interpreted, compiled
 FIELDS = ("tokens", "parents", "depths", "ancestors", "valid", "order", "log_probs")
@@ -67,6 +68,19 @@ def test_costs_are_rounded_nats():
     assert np.array_equal(got[possible], exact) and np.all(got[~possible] == IMPOSSIBLE)
 
 
+def check_paths(got: np.ndarray, parents: np.ndarray) -> None:
+    """The rows of every path, in any order, and each row in exactly one as its own; after them a length of 0."""
+    for found, wanted, above in zip(got, paths_of(parents, got.shape[2]), parents, strict=True):
+        lengths = found[:, 0] >> LENGTH
+        count = np.count_nonzero(lengths)
+        assert np.all(lengths[:count])
+        rows = [path[:size] for path, size in zip(found, lengths[:count], strict=False)]
+        want = [path[: path[0] >> LENGTH] & (SHARED - 1) for path in wanted]
+        assert sorted((row & (SHARED - 1)).tolist() for row in rows) == sorted(x.tolist() for x in want if len(x))
+        own = np.concatenate([row[row & SHARED == 0] & (SHARED - 1) for row in rows])
+        assert sorted(own) == list(range(len(above)))
+
+
 @pytest.mark.parametrize("kernels", KERNELS, indirect=True)
 @pytest.mark.parametrize("policy", [SpineFirst(), BestFirst()])
 @pytest.mark.parametrize(
@@ -89,7 +103,8 @@ def test_trees_are_those_of_the_reference(kernels: None, policy: Any, length: in
         values = jnp.asarray(scores, jnp.float32)
         tokens = jnp.asarray(rng.integers(0, 1000, size=values.shape), jnp.int32)
         anchor = jnp.asarray([3, 4], jnp.int32)
-        got = tree.grow_tree(anchor, values, tokens, budget, policy, length, "pallas", window=3)
+        size = 16 if length < 16 else 32
+        got = tree.grow_tree(anchor, values, tokens, budget, policy, length, "pallas", window=3, paths=size)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(op, "search_serves", lambda *_: False)
             want = tree.grow_tree(anchor, values, tokens, budget, policy, length)
@@ -97,6 +112,8 @@ def test_trees_are_those_of_the_reference(kernels: None, policy: Any, length: in
             assert np.array_equal(getattr(got, name), getattr(want, name)), (kind, name)
         if not tree.is_plain_chain(length, budget, policy):
             assert np.array_equal(got.earlier, tree.ancestor_index(want.parents, 3)), kind
+            assert got.paths is not None
+            check_paths(np.asarray(got.paths), np.asarray(want.parents))
             if budget < 128:
                 assert np.array_equal(got.words, packed(want.ancestors)), kind
                 assert np.array_equal(unpacked(got.words), want.ancestors), kind

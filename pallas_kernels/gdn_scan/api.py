@@ -6,12 +6,20 @@ Value head j uses key head j // (Hv / Hk). Keys and queries come l2-normalised, 
 arithmetic, the state and all results are fp32.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.ancestry import packed, unpacked
 from pallas_kernels.dispatch import Implementation, resolve, target_device
-from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, reference, step_kernel, tree_kernel
+from pallas_kernels.gdn_scan import (
+    chunk_kernel,
+    commit_kernel,
+    path_kernel,
+    reference,
+    step_kernel,
+    tree_kernel,
+)
 from pallas_kernels.gdn_scan.configs import table_for
 
 DTYPES = (jnp.bfloat16, jnp.float32)
@@ -79,6 +87,7 @@ def tree_delta_rule(
     ancestors: Bool[Array, "B N N"] | Int[Array, "B N S"],
     *,
     layer: int | None = None,
+    paths: Int[Array, "B N P"] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B N Hv dv"]]:
     """N tree rows from one committed state, no state per node.
@@ -92,6 +101,7 @@ def tree_delta_rule(
         needs where it lies; cutting a layer out beforehand would copy it.
       ancestors: ancestor-or-self mask, or its words (`ancestry.packed`), which spare kernels the packing.
       layer: see `state`.
+      paths: of the same tree (`tree_search.search`), for kernels that `path_rows` says want them.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
@@ -111,9 +121,25 @@ def tree_delta_rule(
     place = jnp.array([layer], jnp.int32)
     if rows == 1:
         return step_kernel.step_delta_rule(q, k, v, beta, path_decay, state, place, config=table.step)
+    if paths is not None:
+        config = table.tree[paths.shape[2]]
+        return path_kernel.tree_delta_rule(q, k, v, beta, path_decay, state, place, paths, config=config)
     config = table.tree[tree_kernel.padded(rows)]
     mask = packed(ancestors)  # one operation for all layers
     return tree_kernel.tree_delta_rule(q, k, v, beta, path_decay, state, place, mask, config=config)
+
+
+def path_rows(dtype: jax.typing.DTypeLike, value_dims: int, rows: int, depth: int) -> int:
+    """Rows of a path if `tree_delta_rule` wants the `paths` of trees of so many rows and such a depth, else 0.
+
+    Args:
+      dtype: that of keys, queries and values.
+      value_dims: of all heads of all slots together.
+      rows, depth: of a tree.
+    """
+    longest = tree_kernel.padded(depth + 1)
+    many = value_dims > table_for(target_device().device_kind, dtype).paths
+    return 0 if many or tree_kernel.padded(rows) <= longest else longest
 
 
 def commit_path(

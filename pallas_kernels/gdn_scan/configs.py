@@ -104,12 +104,20 @@ class ChunkConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Configs of one device kind and width. `tree` is by padded row count; `step` is for one row."""
+    """Configs of one device kind and width.
+
+    Attributes:
+      tree: by padded row count.
+      paths: value dims, of all heads of all slots, up to which a tree of more rows than its longest path has is taken
+        path by path.
+      step: for one row.
+    """
 
     tree: dict[int, TreeConfig]
     commit: CommitConfig
     chunk: ChunkConfig
     step: StepConfig = StepConfig(32, 4)
+    paths: int = 0
 
 
 # Where a program's products of row tiles outnumber its registers, some spill on Ampere: `pallas_kernels.aot` has the
@@ -156,6 +164,7 @@ _BF16_HOPPER = Table(
     },
     commit=_BF16.commit,
     chunk=dataclasses.replace(_BF16.chunk, num_stages=1),
+    paths=512,
 )
 HOPPER = {2: _BF16_HOPPER, 4: _FP32}
 TABLES: dict[str, dict[int, Table]] = {"RTX A6000": A6000, "A100": A6000, "H200": HOPPER, "H100": HOPPER}

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 DotMode = Literal["ieee", "tf32", "tf32x3", "bf16", "bf16x2", "bf16x3"]
 DOT_MODES: tuple[DotMode, ...] = get_args(DotMode)
@@ -94,6 +94,15 @@ def dot(
         return added(onto, a, b, jax.lax.Precision.HIGHEST)
     preset = jax.lax.DotAlgorithmPreset
     return added(onto, a, b, preset.TF32_TF32_F32 if mode == "tf32" else preset.TF32_TF32_F32_X3)
+
+
+def held_back(x: Float[Array, "N m"], live: Bool[Array, " N"]) -> Float[Array, "N m"]:
+    """x, zero where not `live`: for rows that have been read so, and more has been read since.
+
+    A product's operand passes through shared memory. The compiler copies it there as soon as it is known, and the copy
+    waits for it: what is read after it is asked for only then. The selection stands where it is called.
+    """
+    return jnp.where(live[:, None], x, jnp.zeros_like(x))
 
 
 def _joining(

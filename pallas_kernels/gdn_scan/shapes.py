@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.ancestry import packed
 from pallas_kernels.gdn_mixer import kernel as mixer_kernel
 from pallas_kernels.gdn_mixer.configs import front_config, norm_config
-from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, step_kernel, tree_kernel
+from pallas_kernels.gdn_scan import chunk_kernel, commit_kernel, path_kernel, step_kernel, tree_kernel
 from pallas_kernels.gdn_scan.configs import table_for
 
 CONV_WIDTH = 4
@@ -140,6 +140,10 @@ def cases(device_kind: str) -> Iterator[Case]:
                 ancestors = masks(rows)
                 operands = (*row_arguments(heads, rows, dtype), states(heads), place, ancestors)
                 yield f"gdn_tree/{kind}/{rows}", tree, operands
+            if heads.value_heads * heads.dim <= table.paths:
+                tree = part(path_kernel.tree_delta_rule, config=table.tree[PATH_LENGTH])
+                paths = jax.ShapeDtypeStruct((1, 32, PATH_LENGTH), jnp.int32)
+                yield f"gdn_paths/{kind}/32", tree, (*row_arguments(heads, 32, dtype), states(heads), place, paths)
             yield f"gdn_commit/{kind}", commit, commit_arguments(heads, 64, dtype)
             for rows in PREFILL_ROWS[model]:
                 chunk = part(chunk_kernel.chunk_delta_rule, config=table.chunk)

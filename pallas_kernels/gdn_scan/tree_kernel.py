@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.ancestry import WORD, bit
 from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.gdn_scan.configs import TreeConfig
-from pallas_kernels.gdn_scan.dots import dot, unit_lower_solve
+from pallas_kernels.gdn_scan.dots import dot, held_back, unit_lower_solve
 
 MAX_ROWS = 128
 
@@ -105,6 +105,8 @@ def _kernel(
             keys = [rows_of(k_ref, t, key_head, dims) for t in tiles]
             queries = [rows_of(q_ref, t, key_head, dims) for t in tiles] if config.ahead else None
             state = state_ref[layer, slot, head, dims[:, None], value_dims[None, :]]
+            if config.ahead:
+                keys = [held_back(x, place < rows) for x, place in zip(keys, places, strict=True)]
             new = []
             for ref, (by_key, by_state) in zip(refs, carry, strict=True):
                 left = keys if ref is k_ref else queries or [rows_of(ref, t, key_head, dims) for t in tiles]

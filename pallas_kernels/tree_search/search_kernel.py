@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.ancestry import WORD
+from pallas_kernels.ancestry import LENGTH, SHARED, WORD
 from pallas_kernels.dispatch import compiled_once
 from pallas_kernels.tree_search.costs import IMPOSSIBLE, UNITS_PER_NAT
 
@@ -45,9 +45,11 @@ def _kernel(
     log_probs_ref,  # [B, N]
     depth_ref,  # [B, N]: by node, as the next one
     row_ref,  # [B, N]
-    *optional_refs,  # words [B, N, S], earlier [B, N, W]
+    shared_ref,  # [B, N]
+    *optional_refs,  # words [B, N, S], paths [B, N, P], earlier [B, N, W]
     spine: int,
     words: int,
+    paths: int,
     window: int,
     barrier,
 ):
@@ -66,6 +68,9 @@ def _kernel(
         held += (total < IMPOSSIBLE).astype(jnp.int32)
         base = jnp.where(node == level + 1, total, base)
     on_spine = node <= held
+    path_ref = optional_refs[1 if words else 0] if paths else None
+    if path_ref is not None:
+        plgpu.store(path_ref.at[slot, node, 0], jnp.zeros_like(node), mask=real)
     second = plgpu.load(costs_ref.at[slot, jnp.minimum(node, length), 1])
     candidate = jnp.where(node < held, second, IMPOSSIBLE)
     candidate = jnp.where(node == held, costs_ref[slot, held, 0], candidate)
@@ -129,6 +134,13 @@ def _kernel(
     above = plgpu.load(row_ref.at[slot, jnp.maximum(parent, 0)])
     above = jnp.where(taken & (node > 0), above, -1)
     plgpu.store(parents_ref.at[slot, row], above, mask=real)
+    # As many children as the rank of the next one. What was not taken is a path of its own.
+    end, level = real & (~taken | (place & MAX_BUDGET == 0)), jnp.where(taken, depth, 0)
+    path = node
+    if path_ref is not None:
+        path = jnp.where(end, lax.cumsum(end.astype(jnp.int32)) - 1, size + node)
+        # A row's first child, and whoever is its first one, has the row as its own.
+        plgpu.store(shared_ref.at[slot, row], jnp.where(rank == 0, 0, SHARED), mask=real)
 
     # No row is known to be an ancestor yet.
     def clear(step, carry):
@@ -151,21 +163,25 @@ def _kernel(
             at = jnp.where(at >= 0, up(at), at - 1)
             plgpu.store(optional_refs[-1].at[slot, row, place], at, mask=real)
 
-    def climb(_, carry):
-        at, *bits = carry
+    def climb(step, carry):
+        at, shared, *bits = carry
         plgpu.store(ancestors_ref.at[slot, row, jnp.maximum(at, 0)], at >= 0, mask=at >= 0)
+        if path_ref is not None:
+            entry = at | shared | jnp.where(step == level, (level + 1) << LENGTH, 0)
+            plgpu.store(path_ref.at[slot, path, jnp.maximum(level - step, 0)], entry, mask=end & (at >= 0))
+            shared |= plgpu.load(shared_ref.at[slot, jnp.clip(at, 0, size - 1)])
         # None of -1: shifted, it stays -1, which is no word's number.
         own, place = lax.shift_left(jnp.int32(1), at & (WORD - 1)), at >> (WORD.bit_length() - 1)
         bits = [x | jnp.where(place == number, own, 0) for number, x in enumerate(bits)]
-        return up(at), *bits
+        return up(at), shared, *bits
 
-    start = (jnp.where(real, row, -1), *[jnp.zeros_like(node)] * words)
-    _, *bits = lax.fori_loop(0, jnp.max(jnp.where(taken, depth, 0)) + 1, climb, start)
+    start = (jnp.where(real, row, -1), *[jnp.zeros_like(node)] * (1 + words))
+    _, _, *bits = lax.fori_loop(0, jnp.max(jnp.where(taken, depth, 0)) + 1, climb, start)
     for number, word in enumerate(bits):
         plgpu.store(optional_refs[0].at[slot, row, number], word, mask=real)
 
 
-@compiled_once("budget", "spine", "window", "interpret")
+@compiled_once("budget", "spine", "window", "paths", "interpret")
 def search(
     anchor: Int[Array, "B"],
     costs: Int[Array, "B L+2 K+2"],
@@ -174,14 +190,19 @@ def search(
     budget: int,
     spine: int,
     window: int = 0,
+    paths: int = 0,
     interpret: bool = False,
 ) -> tuple[
     Int[Array, "B N"], Int[Array, "B N"], Int[Array, "B N"], Bool[Array, "B N N"], Bool[Array, "B N"],
     Int[Array, "B N"], Float[Array, "B N"], Int[Array, "B N W"] | None, Int[Array, "B N S"] | None,
+    Int[Array, "B N P"] | None,
 ]:  # fmt: skip
     """See `pallas_kernels.tree_search.api.search_serves`; `window` is that of `dflash_jax.tree.ancestor_index`.
 
-    The last result is the mask of ancestors as words of bits (`ancestry.packed`), None for more than `MAX_WORDS`.
+    The last results are the mask of ancestors as words of bits (`ancestry.packed`), None for more than `MAX_WORDS`; and
+    for `paths` = P, greater than any depth, the paths from node 0 to each row without children, in any order: their
+    rows by depth, marked `SHARED` in all but one of them, the first with the number of rows << `LENGTH`, which is 0
+    after the last path.
     """
     batch, rows = costs.shape[0], budget + 1
     words = pl.cdiv(rows, WORD)
@@ -192,15 +213,17 @@ def search(
         return jax.ShapeDtypeStruct((batch, *size), dtype)
 
     results = pl.pallas_call(
-        functools.partial(_kernel, spine=spine, words=words, window=window, barrier=barrier),
+        functools.partial(_kernel, spine=spine, words=words, paths=paths, window=window, barrier=barrier),
         grid=(batch,),
         out_shape=(
             numbers(rows), numbers(rows), numbers(rows), numbers(rows, rows, dtype=jnp.bool_),
             numbers(rows, dtype=jnp.bool_), numbers(rows), numbers(rows, dtype=jnp.float32), numbers(rows),
-            numbers(rows), *(numbers(rows, size) for size in (words, window) if size),
+            numbers(rows), numbers(rows), *(numbers(rows, size) for size in (words, paths, window) if size),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="tree_search",
     )(costs, candidates, anchor.astype(jnp.int32))  # fmt: skip
-    return *results[:7], results[-1] if window else None, results[9] if words else None
+    optional = iter(results[10:])
+    bits, ways, earlier = (next(optional) if size else None for size in (words, paths, window))
+    return *results[:7], earlier, bits, ways

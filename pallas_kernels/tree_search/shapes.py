@@ -26,5 +26,5 @@ def cases(device_kind: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
     for budget in BUDGETS:
         ids = jax.ShapeDtypeStruct((1, 15, budget), jnp.int32)
         costs = jax.eval_shape(bordered, ids)
-        function = functools.partial(search_kernel.search, budget=budget, spine=0, window=3)
+        function = functools.partial(search_kernel.search, budget=budget, spine=0, window=3, paths=16)
         yield f"tree_search/{budget}", function, (jax.ShapeDtypeStruct((1,), jnp.int32), costs, ids)
