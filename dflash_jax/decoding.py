@@ -216,14 +216,20 @@ class _Loop:
             used = output.used + ran[:, None] * (jnp.arange(len(budgets)) == index)
             return (state, dataclasses.replace(output, used=used), rounds), chosen, going
 
+        loops = [functools.partial(staying, *pair) for pair in reversed(list(enumerate(rounds_of(self.spec))))]
+
         def each(steered: Steered) -> Steered:
-            for index, spec in reversed(list(enumerate(rounds_of(self.spec)))):
-                steered = staying(index, spec, steered)
+            for loop in loops:
+                steered = loop(steered)
             return steered
 
-        return jax.lax.while_loop(
-            lambda steered: steered[2], each, learn(carry, jnp.asarray(steering.keep)[None], None)
-        )[0]
+        steered = learn(carry, jnp.asarray(steering.keep)[None], None)
+        if len(loops) == 2:
+            # So few are those of rounds of a third of a millisecond, and most texts want trees all along: a loop before
+            # those that take turns spares them two looks, for a round more to compile.
+            steered = loops[0](steered)
+            loops.reverse()
+        return jax.lax.while_loop(lambda steered: steered[2], each, steered)[0]
 
 
 def _no_evidence(slots: int, buckets: int) -> Evidence:
