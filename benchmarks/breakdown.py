@@ -15,7 +15,7 @@ COLLECTIVES, COLLECTIVE_OPS = "collectives", r"^(all-reduce|all-gather|reduce-sc
 KINDS: tuple[tuple[str, str], ...] = (
     (COLLECTIVES, r"nccl|all_?reduce|all_?gather|AllReduce|AllGather"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitKreduce|dot|^linear"),
-    ("delta rule", r"gdn_tree|gdn_step|gdn_chunk|gdn_commit"),
+    ("delta rule", r"gdn_tree|gdn_paths|gdn_step|gdn_chunk|gdn_commit"),
     ("front and gated norm", r"gdn_front|gdn_gated_norm"),
     ("attention", r"tree_attention"),
     ("attention front", r"attention_front"),

@@ -15,7 +15,7 @@ import numpy as np
 
 from dflash_jax.tree import ancestor_index
 from pallas_kernels import gdn_mixer, gdn_scan
-from pallas_kernels.ancestry import packed
+from pallas_kernels.ancestry import packed, paths_of
 from pallas_kernels.dispatch import target_device
 from pallas_kernels.gdn_mixer import kernel as mixer_kernel
 from pallas_kernels.gdn_mixer import reference as mixer_reference
@@ -192,14 +192,16 @@ class Layer:
         return rows * ((2 * h.key_heads + h.value_heads) * h.dim * self.width + 2 * h.value_heads * 4)
 
     def tree(self, rows: int) -> Case:
-        """`tree_delta_rule`.
+        """`tree_delta_rule`, by paths where a round would take it so.
 
         Bytes: the layer's state Hv·d²·4; the rows' operands, values in fp32; mask N²; outputs and innovations
         2·N·Hv·d·4. Flops: keys and queries times state 4·N·d²·Hv (mixed); keys and queries times keys, lower halves,
         2·N²·d·Hk (model); solve and scores times innovations, lower halves, 2·N²·d·Hv (full).
         """
         h, p = self.heads, self.passes
-        _, ancestors = random_tree(rows)
+        parents, ancestors = random_tree(rows)
+        size = gdn_scan.path_rows(self.dtype, h.value_heads * h.dim, rows, PATH_LENGTH - 1)
+        paths = paths_of(parents, size) if size else None
 
         def build(key: jax.Array) -> Operands:
             first, second = jax.random.split(key)
@@ -212,8 +214,9 @@ class Layer:
         def call(operands: Operands, layer: Any, implementation: Any, config: Any) -> Operands:
             q, k, v, beta, total, states, mask = operands
             if config is None:
+                ways = None if paths is None else jnp.asarray(paths)
                 return gdn_scan.tree_delta_rule(
-                    q, k, v, beta, total, states, mask, layer=layer, implementation=implementation
+                    q, k, v, beta, total, states, mask, layer=layer, paths=ways, implementation=implementation
                 )
             place = jnp.array([layer], jnp.int32)
             if rows == 1:
@@ -451,6 +454,7 @@ def smoke_cases(dtype: Any) -> Iterator[Case]:
     """One small case of every kernel: what a sanitizer, which slows a kernel a hundredfold, can run."""
     layer = Layer("bundled", MODELS["bundled"], dtype)
     yield layer.tree(16)
+    yield layer.tree(32)
     yield layer.chunk(PREFILL_ROWS["bundled"][0])
     yield layer.commit(16)
     yield layer.front(16, causal=False)

@@ -14,7 +14,7 @@ import pytest
 
 from dflash_jax.tree import ancestor_index
 from pallas_kernels import gdn_mixer, gdn_scan
-from pallas_kernels.ancestry import LENGTH, SHARED, bit, packed
+from pallas_kernels.ancestry import LENGTH, SHARED, bit, packed, paths_of
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gdn_mixer import kernel as mixer_kernel
 from pallas_kernels.gdn_mixer import reference as mixer_reference
@@ -37,7 +37,6 @@ from pallas_kernels.gdn_scan.configs import (
 )
 from pallas_kernels.gdn_scan.dots import DOT_MODES, dot, unit_lower_solve
 from pallas_kernels.gdn_scan.shapes import MODELS, TREE_ROWS, cases
-from tests.tree_paths import paths_of
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 KEY_HEADS, VALUE_HEADS, DIM = 1, 2, 32

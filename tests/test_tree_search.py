@@ -11,12 +11,11 @@ from dflash_jax import tree
 from dflash_jax.sharding import Vocabulary
 from dflash_jax.tree_policy import BestFirst, SpineFirst
 from pallas_kernels import tree_search as op
-from pallas_kernels.ancestry import LENGTH, SHARED, packed, unpacked
+from pallas_kernels.ancestry import LENGTH, SHARED, packed, paths_of, unpacked
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.tree_search import candidates_kernel, search_kernel
 from pallas_kernels.tree_search.costs import IMPOSSIBLE, UNITS_PER_NAT, cost_of
 from pallas_kernels.tree_search.shapes import BUDGETS, VOCABULARIES, cases
-from tests.tree_paths import paths_of
 
 KERNELS = [True, pytest.param(False, marks=pytest.mark.gpu)]  # interpreted, compiled
 FIELDS = ("tokens", "parents", "depths", "ancestors", "valid", "order", "log_probs")
