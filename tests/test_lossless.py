@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +14,10 @@ from dflash_jax import BestFirst, Engine, SamplingParams, SpineFirst
 from dflash_jax.loading import BUNDLED_PROMPTS, BUNDLED_TARGET
 from dflash_jax.prompts import encode_prompt, read_prompt_file
 from dflash_jax.tokenizer import Tokenizer
+from pallas_kernels import tree_search
+from pallas_kernels.gdn_scan import path_kernel
+from pallas_kernels.gdn_scan.configs import TreeConfig
+from pallas_kernels.tree_search import search_kernel
 from tests.models import VOCAB, random_drafter, random_target
 
 AR = SamplingParams(max_new_tokens=48, method="ar", ignore_eos=True)
@@ -18,13 +25,15 @@ CHAIN = dataclasses.replace(AR, method="dflash")
 TREE = dataclasses.replace(AR, method="ddtree", tree_budget=16)
 
 
-@functools.cache
-def engine() -> Engine:
+def new_engine() -> Engine:
     """Random models, whose drafts are mostly wrong: every kind of round happens."""
     target = random_target(3)
     return Engine(
         target, random_drafter(target), Tokenizer.from_folder(BUNDLED_TARGET), max_slots=4, prefill_chunk=32
     )
+
+
+engine = functools.cache(new_engine)
 
 
 def prompts(seed: int = 0) -> list[list[int]]:
@@ -68,6 +77,27 @@ def test_best_first_is_lossless_too() -> None:
         assert [engine().generate([p], TREE)[0].token_ids for p in prompts()] == expected()
     finally:
         engine().policy = SpineFirst()
+
+
+def test_the_delta_rule_by_paths_is_lossless_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search's kernel gives paths, the round hands them to every layer, and a kernel takes them: interpreted."""
+    config, taken = TreeConfig(16, 16, 16, "ieee", num_stages=1), []
+    usual, search = dflash_jax.deltanet.tree_delta_rule, search_kernel.search
+
+    def by_paths(*operands: Any, layer: int, paths: jax.Array | None, **rest: Any) -> Any:
+        if paths is None:  # a round without a draft
+            return usual(*operands, layer=layer, paths=paths, **rest)
+        taken.append(layer)
+        place = jnp.array([layer], jnp.int32)
+        return path_kernel.tree_delta_rule(*operands[:-1], place, paths, config=config, interpret=True)
+
+    monkeypatch.setattr(dflash_jax.deltanet, "tree_delta_rule", by_paths)
+    monkeypatch.setattr(dflash_jax.round, "path_rows", lambda *_: 16)
+    monkeypatch.setattr(tree_search, "search_serves", lambda *_: True)
+    monkeypatch.setattr(tree_search, "search", functools.partial(search, interpret=True))
+    engine = new_engine()
+    assert [engine.generate([p], TREE)[0].token_ids for p in prompts()] == expected()
+    assert set(taken) == {0, 1, 2}
 
 
 def test_limits_of_different_length_in_one_batch() -> None:
