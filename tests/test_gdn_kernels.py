@@ -5,6 +5,7 @@ Interpreted kernels run on the CPU with small shapes; compiled ones are marked `
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -238,6 +239,20 @@ def test_a_path_of_a_tree_is_a_chain_to_the_last_bit(implementation: str):
         if len(rows):
             for a, b in zip(by_path(implementation, task, chain, rows), whole, strict=True):
                 assert np.array_equal(a[0], b[0, rows])
+
+
+def test_trees_of_few_narrow_heads_go_by_paths_where_that_was_measured(monkeypatch: pytest.MonkeyPatch):
+    def wanted(device: str, *arguments: Any) -> int:
+        monkeypatch.setattr(gdn_scan.api, "target_device", lambda: SimpleNamespace(device_kind=device))
+        return gdn_scan.path_rows(*arguments)
+
+    few = jnp.bfloat16, 256, 32, 15
+    assert wanted("NVIDIA H200", *few) == wanted("NVIDIA H200", jnp.bfloat16, 512, 64, 7) == 16
+    assert not wanted("NVIDIA RTX A6000", *few) and not wanted("cpu", *few)
+    for other in ((jnp.float32, *few[1:]), (jnp.bfloat16, 1024, 32, 15)):
+        assert not wanted("NVIDIA H200", *other)
+    assert not wanted("NVIDIA H200", jnp.bfloat16, 256, 16, 15)  # one tile
+    assert not wanted("NVIDIA H200", jnp.bfloat16, 256, 64, 31)
 
 
 @pytest.mark.parametrize("mode", [m for m in DOT_MODES if m != "bf16"])

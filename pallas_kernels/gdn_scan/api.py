@@ -23,6 +23,8 @@ from pallas_kernels.gdn_scan import (
 from pallas_kernels.gdn_scan.configs import table_for
 
 DTYPES = (jnp.bfloat16, jnp.float32)
+# Rows of a path that has been measured: longer ones are left to the tree's kernel.
+LONGEST_PATH = 16
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 128
 
 
@@ -139,7 +141,7 @@ def path_rows(dtype: jax.typing.DTypeLike, value_dims: int, rows: int, depth: in
     """
     longest = tree_kernel.padded(depth + 1)
     many = value_dims > table_for(target_device().device_kind, dtype).paths
-    return 0 if many or tree_kernel.padded(rows) <= longest else longest
+    return 0 if many or longest > LONGEST_PATH or tree_kernel.padded(rows) <= longest else longest
 
 
 def commit_path(
