@@ -326,12 +326,11 @@ def speculative_round(
                 if is_plain_chain(length, spec.budget, spec.policy):
                     tree = plain_chain(state.anchor, values, tokens, length)
                 else:
-                    width = target.config.linear_num_value_heads * target.config.linear_value_head_dim
-                    value_dims = state.anchor.shape[0] * width
+                    layers, slots, heads, _, dims = state.cache.recurrent.shape
                     tree = grow_tree(
                         state.anchor, values, tokens, spec.budget, spec.policy, length, spec.implementation,
                         window=state.cache.conv.shape[2], costs=costs,
-                        paths=path_rows(target.dtype, value_dims, spec.budget + 1, length) if width else 0,
+                        paths=path_rows(target.dtype, slots * heads * dims, spec.budget + 1, length) if layers else 0,
                     )  # fmt: skip
         taps = drafter.config.target_layer_ids
     with jax.named_scope("verify"):
